@@ -27,6 +27,8 @@ _OWN_ENGINE = (
 """Settings of the engine that Volley starts itself."""
 _STALE_STEPS = 3
 """Staleness from which unclipped importance sampling is unstable."""
+_LOW_RATE = 2e-5
+"""Learning rate that suits full training, and hardly moves adapters, which start at zero."""
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _MOST_LOGPROB = 10.0
 """Nats per token by which even random weights with a vocabulary of 22,000 differ less."""
@@ -225,6 +227,15 @@ def _periods(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _adapters(config: RunConfig) -> Iterator[str]:
+    rate = config.trainer.optimizer_config.learning_rate
+    if config.trainer.lora is not None and rate < _LOW_RATE:
+        yield (
+            f"trainer.optimizer_config.learning_rate={rate:g} hardly moves adapters: trainer.lora needs about ten times"
+            " the rate of full training, such as 2e-4"
+        )
+
+
 def _engine(config: RunConfig) -> Iterator[str]:
     engine = config.rollout.engine
     yield from engine_kinds.kind_of(engine.kind).findings(config)
@@ -251,5 +262,6 @@ _EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _filters,
     _teacher,
     _periods,
+    _adapters,
     _engine,
 )

@@ -17,7 +17,8 @@ from shared.schema import RunConfig
 ALONE = {"grpo_config__num_generations": 1}
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
 VLLM = {"rollout__engine__kind": "vllm", "rollout__engine__url": "http://v"}
-LORA_IN_BFLOAT16 = {"trainer__lora": {"rank": 2}, "model__dtype": "bfloat16"}
+LORA = {"trainer__lora": {"rank": 2, "target_modules": ["q_proj"]}, "trainer__optimizer_config__learning_rate": 2e-4}
+LORA_IN_BFLOAT16 = LORA | {"model__dtype": "bfloat16"}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -60,7 +61,7 @@ def test_defaults_mean_what_they_say():
         ({"algorithm__name": "sao", "algorithm__gae_lambda": 0.5, **ALONE}, "algorithm.gae_lambda=0.5 has no effect"),
         ({"algorithm__name": "sao"}, "grpo_config.num_generations=8 makes episodes wait"),
         (
-            {"algorithm__name": "sao", "trainer__lora": {"rank": 2, "target_modules": ["q_proj"]}, **ALONE},
+            {"algorithm__name": "sao", **LORA, **ALONE},
             "algorithm.critic_frozen=attention leaves the critic nothing",
         ),
         ({"trainer__filters__zero_variance": True, "algorithm__name": "echo"}, "trainer.filters.zero_variance=true"),
@@ -68,6 +69,7 @@ def test_defaults_mean_what_they_say():
             {"services__orchestrator__teachers": {"e": {"url": "http://t"}}},
             "services.orchestrator.teachers.e.url=http://t has no effect",
         ),
+        ({"trainer__lora": {"rank": 2}}, "trainer.optimizer_config.learning_rate=1e-05 hardly moves adapters"),
         (VLLM | LORA_IN_BFLOAT16, "rollout.engine.kind=vllm serves adapters merged into bfloat16 weights"),
         ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: the engine samples from"),
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: the engine samples from"),
