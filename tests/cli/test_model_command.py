@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,34 @@ def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
     assert "Unavailable: the model a/b could not be downloaded from the hub" in done.stderr
     assert "use smollm2" in done.stderr
+
+
+def pictures(folder: Path) -> Path:
+    """A folder whose config.json names a model that also reads images, without weights."""
+    folder.mkdir(parents=True)
+    config = {"model_type": "gemma3", "vision_config": {}, "text_config": {"hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_a_model_of_pictures_is_refused_before_its_weights_are_downloaded(tmp_path: Path) -> None:
+    of_hub = tmp_path / "hub" / "hub" / "models--a--b"
+    pictures(of_hub / "snapshots" / "c0ffee")
+    (of_hub / "refs").mkdir()
+    (of_hub / "refs" / "main").write_text("c0ffee", encoding="utf-8")
+    program = (
+        f"from volley.commands.model import main; from pathlib import Path; main('a/b', Path({str(tmp_path / 'm')!r}))"
+    )
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
+    assert "'gemma3' is not supported: it reads images or sound beside text" in done.stderr
+
+
+def test_a_folder_of_a_model_needs_no_conversion(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it reads images or sound beside text"):
+        model.main(str(pictures(tmp_path / "gemma")), tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"nothing has to be made of it \(say model\.path=configs/models/tiny\)"):
+        model.main("configs/models/tiny", tmp_path / "m")
 
 
 def test_a_file_that_is_no_model_leaves_no_folder(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shared import packages
 from shared.errors import ConfigError, Unavailable
+from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
 from volley.printing import print_result
 
@@ -64,11 +65,16 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _from_hub(name: str, draft: Path) -> None:
+    """Download config.json first, so that a model which a run refuses is refused before its weights come."""
+    ModelConfig.read(_downloaded(name, weights=False))
+    shutil.copytree(_downloaded(name, weights=True), draft)
+
+
+def _downloaded(name: str, *, weights: bool) -> Path:
     try:
-        source = model_folder(name, weights=True)
+        return model_folder(name, weights=weights)
     except ConfigError as error:
         raise Unavailable(
             f"the model {name} could not be downloaded from the hub: {error.detail}",
             "if only the package index is reachable, use smollm2",
         ) from error
-    shutil.copytree(source, draft)

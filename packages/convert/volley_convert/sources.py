@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.models.config import CONFIG, ModelConfig
 from shared.models.weight_files import ADAPTER
 from shared.process.uv import run_uv
 from volley.layout import variables_of
@@ -39,6 +40,11 @@ def convert(name: str, folder: Path) -> None:
         _from_gguf(Path(name), folder)
     elif (Path(name) / ADAPTER).is_file():
         _run("merging", f"merging {name}", name, folder)
+    elif (Path(name) / CONFIG).is_file():
+        ModelConfig.read(Path(name))
+        raise ConfigError(
+            f"{name} is the folder of a model, and nothing has to be made of it", f"say model.path={name}"
+        )
     else:
         known = ", ".join(PACKAGED)
         raise ConfigError(f"no model is called {name!r}", f"name one of {known}, or a hub id like Qwen/Qwen3-0.6B")
