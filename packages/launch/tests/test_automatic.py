@@ -192,6 +192,8 @@ def test_a_run_keeps_what_was_chosen_at_its_start(tmp_path: Path) -> None:
     again = automatic.fit(load([config], [*GIVEN[1:]]), tiny, PromptLengths(3, 300), devices("cpu=64GiB"))
     assert again.config.rollout.engine == first.config.rollout.engine
     assert again.choices == {}
+    with pytest.raises(ConfigError, match=r"the longest prompt has 9999 tokens.*or choose another run\.name: "):
+        automatic.fit(load([config], [*GIVEN[1:]]), tiny, PromptLengths(3, 9999), devices("cpu=64GiB"))
     folder = str(claim.folder.path)
     shown = sources(load([claim.folder.config], []), [folder], [])
     assert shown["rollout.engine.context_length"]["source"].startswith("chosen: the longest of 3 prompts")

@@ -134,8 +134,11 @@ def _with_lengths(loaded: LoadedConfig, model: ModelConfig, prompts: PromptLengt
         most = min(most, loaded.config.rollout.engine.context_length)
     if prompts.longest >= most:
         limit = f"{_CONTEXT}={most}" if is_given(loaded, _CONTEXT) else f"the model reads at most {most}"
+        folder = loaded.config.run.folder
+        is_begun = RunFolder(folder.absolute()).record.exists()
+        other = f", or choose another run.name: {folder} is a run with this length" if is_begun else ""
         raise ConfigError(
-            f"the longest prompt has {prompts.longest} tokens, and {limit}", "leave out the longest prompts"
+            f"the longest prompt has {prompts.longest} tokens, and {limit}", f"leave out the longest prompts{other}"
         )
     answer = min(_ANSWER, most - prompts.longest)
     loaded = _choose(loaded, "usual length of an answer", grpo_config__max_response_length=answer)
