@@ -462,6 +462,11 @@ def test_the_last_error_of_a_log_is_found_among_its_events(tmp_path: Path) -> No
     )
     assert last_error(log) == "worker failed: Fenced: gone"
     log.write_text(
+        '{"level":"error","event":"worker failed","service":"trainer","error":"ConfigError","detail":"no such loss"}\n',
+        encoding="utf-8",
+    )
+    assert last_error(log) == "trainer: no such loss"
+    log.write_text(
         "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'jax'\n", encoding="utf-8"
     )
     assert last_error(log) == "ModuleNotFoundError: No module named 'jax'"

@@ -177,7 +177,7 @@ def _readable(line: str) -> tuple[str, bool]:
     event = parse(line)
     if not event:
         return line.strip(), "Error" in line.split(":")[0]
-    if event.get("event") == CANNOT_START:
+    if event.get("event") == CANNOT_START or event.get("error") == ConfigError.__name__:
         return f"{event.get('service')}: {event.get('detail')}", True
     fields = [str(event.get(key)) for key in ("event", "error", "detail") if event.get(key)]
     traceback = str(event.get("traceback") or "").strip().splitlines()
