@@ -159,6 +159,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "trainer.order": ("arrival", "verl trains groups in the order in which they end"),
     "trainer.on_nonfinite": ("stop", "verl goes on after a step that is not finite"),
     "trainer.filters.logprob": (None, "verl reports the difference to the engine, and filters no group by it"),
+    "trainer.filters.custom": (None, "verl calls no function that drops groups: set trainer.filters.zero_variance"),
     "trainer.filters.max_num_gen_batches": (10, "verl's present trainer ignores it"),
     "trainer.spot_checks": (0.0, "verl compares all servers together: algorithm.rollout_correction"),
     "trainer.lora": (None, "name rank, alpha and target_modules"),
