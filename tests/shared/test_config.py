@@ -165,7 +165,7 @@ def test_the_written_config_is_the_same_config(tmp_path):
         ),
         (["algorithm.teacher_kl_coef=0.1"], r"needs a teacher: set services\.orchestrator\.teacher\.url"),
         (["algorithm.name=on_policy_distillation"], r"algorithm\.teacher_kl_coef=1 needs a teacher"),
-        (["algorithm.name=on_policy_distillation", "algorithm.credit=turn"], "credit applies to rewards"),
+        (["algorithm.name=on_policy_distillation", "algorithm.credit=turn"], "credit=turn applies to rewards"),
         (["algorithm.name=on_policy_distillation", "algorithm.teacher_kl_coef=0"], "teacher_kl_coef=0"),
         (["services.orchestrator.teacher.url=10.0.0.7"], r"teacher\.url.*must be an http or https address"),
         (["algorithm.epsilon=null"], "nothing bounds the ratio to the policy that sampled"),
