@@ -110,7 +110,7 @@ def test_the_list_is_cut_and_sorted(run: Path, capsys: pytest.CaptureFixture[str
     assert [row["reward"] for row in rows] == [1.0, 1.0, 1.0]
     code, out, err = called(capsys, run, "--limit", "3")
     assert (code, err, len(out.splitlines())) == (0, "", 5)
-    assert "3 of 20 episodes" in out
+    assert "3 of 20 episodes; --limit 0 lists all; --show " in out
     assert "  tokens with prompt  turns  " in out
 
 

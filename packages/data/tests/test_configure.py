@@ -502,7 +502,7 @@ def test_a_model_and_an_environment_suffice(
     [
         (["--env", "sums.py"], "no model is named"),
         (["m", "--env", "sums.py", "--data", "words.csv"], "--data and --env both"),
-        (["m", "--env", "sums.py", "--reward", "r.py"], "--reward goes with --data"),
+        (["m", "--env", "sums.py", "--reward", "r.py"], r"--reward goes with --data \(leave it out"),
         (["m", "n", "--env", "sums.py"], "2 models are named"),
         (["m", "--env", "absent.py"], "absent.py does not exist"),
         (["m", "--env", "sums.py", "data.env=x.py"], "--env and data.env both"),

@@ -48,7 +48,8 @@ class DataArguments:
         if arguments.data is None:
             for name in _OF_DATA:
                 if _is_given(arguments, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} goes with --data", "add --data FILE")
+                    hint = "leave it out: the environment brings its own" if arguments.env else "add --data FILE"
+                    raise ConfigError(f"--{name.replace('_', '-')} goes with --data", hint)
             env = _environment(arguments, models, overrides)
             if env is None:
                 return None

@@ -106,7 +106,7 @@ def _table(rows: Sequence[Mapping[str, Any]], total: int) -> str:
         for row in cells
     ]
     more = f"{len(rows)} of {total} episodes; --limit 0 lists all" if len(rows) < total else f"{total} episodes"
-    return join_lines([*lines, more])
+    return join_lines([*lines, f"{more}; --show {_cells(rows[0])[0]} prints one"])
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
