@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -34,6 +35,14 @@ class OptimizerConfig(Section):
     b2: Decay = 0.95
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
+
+    def findings(self, key: str, n_updates: int) -> Iterator[str]:
+        """Find a warm-up that is longer than `n_updates`, if these are known; `key` is the section's place."""
+        if self.warmup_steps >= n_updates > 0 and self.warmup_steps:
+            yield (
+                f"{key}.learning_rate={self.learning_rate:g} is never reached:"
+                f" warmup_steps={self.warmup_steps} of {n_updates} updates"
+            )
 
 
 class GrpoConfig(Section):

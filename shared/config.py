@@ -28,7 +28,7 @@ from shared.run import pinned, rule_files
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
 from shared.run.sources import is_source, resolved
-from shared.run_config import run_model
+from shared.run_config import paths_of, run_model
 from shared.schema import RunConfig
 from shared.services_schema import Tls, TokenFiles
 
@@ -46,8 +46,6 @@ _PATHS = (
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )
 _FOUND_BESIDE = (_MODEL, "data.env", "data.train", "data.eval")
-_LISTS = ("sft.train", "sft.eval")
-"""Keys whose values are lists of paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +230,7 @@ def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
     for key, server in loaded.config.services.orchestrator.all_teachers().items():
         if server.token_file is not None and not server.token_file.is_absolute():
             values[f"{key}.token_file"] = os.path.normpath(base.absolute() / server.token_file)
-    for key in _LISTS:
-        paths: Sequence[Path] = getattr(loaded.config.sft, key.removeprefix("sft."))
+    for key, paths in paths_of(loaded.config).items():
         if any(not path.is_absolute() for path in paths):
             values[key] = [os.path.normpath(base.absolute() / path) for path in paths]
     return replace(changed(loaded, values), notes=loaded.notes) if values else loaded

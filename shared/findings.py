@@ -13,6 +13,7 @@ from shared.engine_schema import EngineSection
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.run.group_size import check_group
+from shared.run_config import sections_of
 from shared.schema import RunConfig
 
 _MOST_SEQUENCE_EPSILON = 0.01
@@ -42,7 +43,8 @@ def findings(config: RunConfig) -> list[str]:
     if config.is_supervised:
         return []
     check_group(config, None)
-    return [f"{finding}." for examine in _EXAMINERS for finding in examine(config)]
+    of_packages = (section.findings(config) for section in sections_of(config).values())
+    return [f"{one}." for found in (*(examine(config) for examine in _EXAMINERS), *of_packages) for one in found]
 
 
 def beyond_positions(config: RunConfig, model: ModelConfig) -> str | None:
@@ -215,16 +217,9 @@ def _periods(config: RunConfig) -> Iterator[str]:
             " steps"
         )
     n_of_run = steps * config.grpo_config.num_iterations
-    for section, optimizer, n_updates in (
-        ("trainer.optimizer_config", config.trainer.optimizer_config, n_of_run),
-        ("sft.optimizer_config", config.sft.optimizer_config, config.sft.max_steps),
-        *((("algorithm.critic_optimizer_config", critic.critic_optimizer_config, n_of_run),) if critic else ()),
-    ):
-        if optimizer.warmup_steps >= n_updates > 0 and optimizer.warmup_steps:
-            yield (
-                f"{section}.learning_rate={optimizer.learning_rate:g} is never reached:"
-                f" warmup_steps={optimizer.warmup_steps} of {n_updates} updates"
-            )
+    yield from config.trainer.optimizer_config.findings("trainer.optimizer_config", n_of_run)
+    if critic is not None:
+        yield from critic.critic_optimizer_config.findings("algorithm.critic_optimizer_config", n_of_run)
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:

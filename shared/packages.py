@@ -22,6 +22,10 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `planner` → `volley.choices.Planner`,
+                      `supervised.steps` → `(RunConfig) -> SupervisedSteps | None` (shared.supervised),
+                      `supervised.runs` → `volley.reporting.supervised.SupervisedRuns`, `trainer.supervised` →
+                      `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
+                      `services.trainer.backend.warm_start.WarmStarts`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
                       `environments` → `services.env.extension.Extension`, `sandbox_tier` → module that runs as
                       a program
@@ -66,6 +70,10 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("env", "environments", "sandbox_tier"), "volley-rl-sandbox"),
     **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
     "client_errors": "volley-rl-serving",
+    **dict.fromkeys(
+        ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
+        "volley-rl-supervised",
+    ),
     **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),
 }
 """Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, reduce
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, create_model
@@ -63,6 +64,17 @@ def extended[S: Section](model: type[S], added: Mapping[str, type[Section] | Pac
     return create_model(model.__name__, __base__=model, __doc__=" ".join(about), **fields) if fields else model
 
 
+def sections_of(config: RunConfig) -> dict[str, PackageSection]:
+    """Return the sections of packages in a configuration, by their place."""
+    return {place: _at(config, place) for place in sections()}
+
+
+def paths_of(config: RunConfig) -> dict[str, Sequence[Path]]:
+    """Return the files that sections of packages name in a configuration, by key."""
+    found = sections_of(config)
+    return {f"{place}.{key}": getattr(section, key) for place, section in found.items() for key in section.paths}
+
+
 def section_of[S: Section](config: RunConfig, kind: type[S]) -> S:
     """Return the section of a package in a configuration. Raises LookupError if `config` has none of that type."""
     return _value(config, sections(), kind)
@@ -77,4 +89,8 @@ def _value(config: Any, places: Mapping[str, Any], wanted: Any) -> Any:
     place = next((place for place, one in places.items() if one is wanted), None)
     if place is None:
         raise LookupError(f"no installed package adds {wanted} to the configuration")
+    return _at(config, place)
+
+
+def _at(config: Any, place: str) -> Any:
     return reduce(getattr, place.split("."), config)

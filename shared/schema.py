@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared import backend_kinds, own_rules
+from shared import backend_kinds, own_rules, packages
 from shared.algorithm_base import GrpoConfig, OptimizerConfig
 from shared.algorithm_rules import contradiction
 from shared.algorithm_schema import AlgorithmSection, GrpoSection
@@ -25,7 +25,7 @@ from shared.reward_schema import missing_servers
 from shared.section import Fraction, NameOf, OwnRuleText, Section
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection
-from shared.sft_schema import DpoSection, SftSection
+from shared.supervised import supervised_steps
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _MOST_LINES = 100_000
@@ -272,15 +272,14 @@ class RunConfig(Section):
     """The whole file.
 
     `mode` is what the run does: rl (RL, after a warm start if `sft` has one), sft+rl (RL after a required warm start),
-    or supervised training alone (sft, dpo), for which the trainer needs no other service.
+    or supervised training alone (sft, dpo), for which the trainer needs no other service. Modes other than rl need the
+    package volley-rl-supervised.
     """
 
     mode: Mode = "rl"
     run: RunSection = RunSection(name="quickstart")
     model: ModelSection
     data: DataSection = Field(default_factory=DataSection)
-    sft: SftSection = SftSection()
-    dpo: DpoSection = DpoSection()
     grpo_config: GrpoConfig = GrpoConfig()
     algorithm: AlgorithmSection = GrpoSection()
     trainer: TrainerSection = TrainerSection()
@@ -308,7 +307,8 @@ class RunConfig(Section):
     @property
     def needs_environment(self) -> bool:
         """True if the run needs the environment service."""
-        return not (self.is_supervised and self.sft.train)
+        steps = supervised_steps(self) if self.is_supervised else None
+        return steps is None or steps.demonstrated
 
     def uses(self, service: str) -> bool:
         """True if the run has this service."""
@@ -321,14 +321,13 @@ class RunConfig(Section):
         return {name: self.services.n_local(name) if self.uses(name) else 0 for name in SERVICES}
 
     @model_validator(mode="after")
-    def _supervised(self) -> RunConfig:
-        if self.mode == "dpo" and not self.sft.train:
-            raise ValueError("mode=dpo needs sft.train: files of preference pairs")
-        if self.mode == "sft+rl" and not self.sft.trains:
-            raise ValueError("mode=sft+rl needs sft.max_steps or sft.epochs")
+    def _has_data(self) -> RunConfig:
+        if self.mode != "rl":
+            if absent := packages.missing("supervised.steps"):
+                raise ValueError(f"mode={self.mode}: {absent}")
+            supervised_steps(self)
         if self.needs_environment and not self.data.env:
-            other = " (or sft.train, files of conversations)" if self.mode == "sft" else ""
-            raise ValueError(f"data.env is missing{other}")
+            raise ValueError("data.env is missing")
         return self
 
     @model_validator(mode="after")

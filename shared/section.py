@@ -1,6 +1,6 @@
 """Base of all configuration sections."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, get_args
@@ -42,11 +42,19 @@ class Section(BaseModel):
 class PackageSection(Section):
     """A section that a package adds to the configuration; all its keys have defaults.
 
-    `may_change` says if its keys may change during a run, and `reason` why (shared.run.pinned).
+    `may_change` says if its keys may change during a run, and `reason` why (shared.run.pinned). `changeable` are keys
+    that may change although others may not, with the reasons. `paths` are keys whose values are files of this machine,
+    in a list.
     """
 
     may_change: ClassVar[bool] = False
     reason: ClassVar[str] = "it may decide what is trained"
+    changeable: ClassVar[Mapping[str, str]] = {}
+    paths: ClassVar[tuple[str, ...]] = ()
+
+    def findings(self, config: Any) -> Iterable[str]:
+        """Find settings of the section that have no effect in a RunConfig of RL (shared.findings)."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,18 +36,6 @@ _GROUPS: Mapping[str, Mapping[str, Command]] = {
         "up": Command(
             "volley.commands.train", "start or continue the run of a folder", "up runs/quickstart", outlives_output=True
         ),
-        "sft": Command(
-            "volley.commands.sft",
-            "train on conversations: files, or an environment's demonstrations",
-            "sft talks.jsonl run.name=talks --model models/smollm2",
-            outlives_output=True,
-        ),
-        "dpo": Command(
-            "volley.commands.sft",
-            "train on preference pairs (direct preference optimization)",
-            "dpo pairs.jsonl run.name=pairs --model models/smollm2",
-            outlives_output=True,
-        ),
         "follow": Command(
             "volley.commands.follow",
             "watch a run whose services run elsewhere, and report at its end",
@@ -256,7 +244,7 @@ def _setting_of(option: str, value: str, takes: str, called: str) -> str | None:
     if name in ("model", "model_path", "model_name_or_path"):
         instead = f"`volley train {quoted(value or 'MODEL')}`" if takes == "rest" else f"model.path={value or 'MODEL'}"
         return f"the model has no option: write {instead}"
-    found = setting_of(name, value, "sft" if called in ("sft", "dpo") else "trainer")
+    found = setting_of(name, value, all_commands()[called].section)
     return f"settings have no dashes: {found}" if found and found.startswith("write ") else found
 
 

@@ -10,7 +10,8 @@ class Command:
     """A module with `add(parser)`, which names its arguments, and `run(arguments)`, which returns the exit code.
 
     `group` is the heading in `volley --help` under which a package's command stands. `outlives_output`: it trains or
-    serves, and goes on if nobody reads its output any more.
+    serves, and goes on if nobody reads its output any more. A setting that is written as an option is looked for in
+    `section` first.
     """
 
     module: str
@@ -18,3 +19,4 @@ class Command:
     example: str
     outlives_output: bool = False
     group: str = "Packages"
+    section: str = "trainer"

@@ -31,7 +31,6 @@ from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
-from services.trainer.supervised.app import open_supervised
 from shared import packages
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
@@ -62,13 +61,11 @@ _log = telemetry.Log("trainer")
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
+    opened: AbstractAsyncContextManager[RunningService]
     if config.services.trainer.num_processes > 1:
-        open_process: Callable[[RunConfig], AbstractAsyncContextManager[RunningService]] = packages.part(
-            "trainer.processes"
-        )
-        opened = open_process(config)
+        opened = packages.part("trainer.processes")(config)
     elif config.is_supervised:
-        opened = open_supervised(config)
+        opened = packages.part("trainer.supervised")(config)
     else:
         with uncollected():
             from services.trainer.rl_backend import open_backend  # JAX and Tunix

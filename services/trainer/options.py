@@ -1,4 +1,4 @@
-"""Plain values of model, optimizer, loss and warm start, read once from the run's configuration."""
+"""Plain values of model, optimizer and loss, read once from the run's configuration."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.foreign import ForeignOptions
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
-from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
 from shared import backend_kinds
 from shared.algorithm_base import PolicyGradientSection
-from shared.planning.micro_batch import rows_of_rl, shape_of, supervised_rows
+from shared.planning.micro_batch import rows_of_rl, shape_of
 from shared.schema import OptimizerConfig, RunConfig
 
 
@@ -87,21 +86,6 @@ def _critic(section: PolicyGradientSection, made: Algorithm, updates: int) -> Cr
         keys.critic_warmup_steps,
         keys.critic_updates,
         trains_attention=keys.critic_frozen == "none",
-    )
-
-
-def supervised_options(config: RunConfig, tokens: TokenLimits) -> SupervisedOptions:
-    """Read the options of supervised training. Raises as `layout`."""
-    sft, beta = config.sft, config.dpo.beta if config.mode == "dpo" else None
-    return SupervisedOptions(
-        max_steps=sft.max_steps,
-        epochs=sft.epochs,
-        batch_size=sft.batch_size,
-        seed=config.run.seed,
-        layout=layout(config, tokens, supervised_rows(config)),
-        optimizer=optimizer_options(sft.optimizer_config, sft.max_steps),
-        beta=beta,
-        offload_reference=config.trainer.offload_reference,
     )
 
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from services.trainer import options as from_run
 from services.trainer.algorithms.rules.checks import check_rules
 from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
-from services.trainer.backend.inputs import BackendInputs, OpenedBackend
+from services.trainer.backend.inputs import BackendInputs, OpenedBackend, no_warm_start
 from services.trainer.backend.memory import TrainingMemory
 from services.trainer.backend.policy import PolicyBackend
+from services.trainer.backend.warm_start import WarmStartedBackend, warm_starts
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.conversations.data import data_settings
-from services.trainer.interfaces import TrainerBackend
-from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.publishing.publications import ModelPublications
 from services.trainer.settings import TokenLimits
-from services.trainer.status import TrainerStatus
-from services.trainer.step_log import StepLog
-from services.trainer.supervised.warm_start import WarmStart, WarmStarting
-from shared.clients.env import EnvClient
 from shared.config import apply_settings
 from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
@@ -32,10 +24,7 @@ from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
-
-
-class WarmStartedBackend(TrainerBackend, WarmStarting, Protocol):
-    """A backend of RL whose first weights may come from supervised steps."""
+from shared.supervised import supervised_steps
 
 
 def open_backend(given: BackendInputs) -> OpenedBackend:
@@ -49,11 +38,10 @@ def open_backend(given: BackendInputs) -> OpenedBackend:
 
 @dataclass(frozen=True, slots=True)
 class MadeBackend:
-    """A backend, its token limits, and the options of the warm start, if the run has one."""
+    """A backend and its token limits."""
 
     backend: PolicyBackend
     tokens: TokenLimits
-    warm_start: SupervisedOptions | None
 
 
 def make_backend(
@@ -72,33 +60,28 @@ def make_backend(
     note_tokenizer(tokenizer)
     check_turns(config, tokenizer)
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
-    options = from_run.supervised_options(config, tokens) if config.sft.trains else None
-    policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
     backend = PolicyBackend(
         model,
         described,
-        policy,
+        from_run.policy_options(config, tokens),
         checkpoints,
-        warm_start=warm_start,
         publications=publications,
         options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
         planned=TrainingMemory(config, described),
         check=partial(check_rules, config.algorithm, config.trainer.filters.custom),
+        warms=supervised_steps(config) is not None,
     )
-    return MadeBackend(backend, tokens, options)
+    return MadeBackend(backend, tokens)
 
 
 def opened(
     given: BackendInputs, made: MadeBackend, backend: WarmStartedBackend, checkpoints: CheckpointFolders
 ) -> OpenedBackend:
-    """Return `backend`, which computes with `made`, and its warm start."""
-
-    async def warm_start(environments: EnvClient, status: TrainerStatus, executor: Executor) -> None:
-        data, log = data_settings(given.config), StepLog(RunFolder(given.settings.run_folder).sft)
-        start = WarmStart(data, made.warm_start, environments, given.tokenizer, log, given.sinks)
-        await start(backend, status, executor)
-
-    return OpenedBackend(backend, checkpoints, made.tokens, warm_start)
+    """Return `backend`, which computes with `made`, and its warm start. Raises ConfigError."""
+    first = no_warm_start
+    if supervised_steps(given.config) is not None:
+        first = warm_starts().opened(given, made.tokens, backend)
+    return OpenedBackend(backend, checkpoints, made.tokens, first)
 
 
 def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:

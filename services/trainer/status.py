@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from services.trainer import activity
 from services.trainer.metrics import prometheus
-from services.trainer.metrics.step_metrics import StepMetrics
-from services.trainer.metrics.supervised import SupervisedMetrics
 from shared.errors import Conflict, VolleyError
 from shared.outcomes import FilterRule
 from shared.process import host_memory
@@ -55,7 +53,7 @@ class TrainerStatus:
     log_ended: str | None = None
     waits: dict[object, Wait] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
-    last: StepMetrics | SupervisedMetrics | None = None
+    last: Any = None
     warnings: list[str] = field(default_factory=list[str])
     spot_checks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     last_handover: Mapping[str, Any] | None = None
@@ -145,12 +143,9 @@ class TrainerStatus:
         for limit in self.limits:
             limit.reschedule(asyncio.get_running_loop().time() + _LAST_S)
 
-    def trained(self, metrics: StepMetrics) -> None:
-        self.step, self.version, self.last = metrics.step, metrics.version, metrics
-
-    def learned(self, metrics: SupervisedMetrics, version: str) -> None:
-        """Record a step of supervised training."""
-        self.step, self.version, self.last = metrics.step, version, metrics
+    def trained(self, step: int, version: str, metrics: Any) -> None:
+        """Record a step. Args: metrics: a dataclass."""
+        self.step, self.version, self.last = step, version, metrics
 
     def not_finite(self) -> None:
         prometheus.REFUSED.inc()

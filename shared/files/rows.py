@@ -22,8 +22,6 @@ from shared.errors import ConfigError
 from shared.files.reading import open_file
 from shared.text import without_halves
 
-LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
-"""Suffixes of data files for supervised training."""
 MAX_LINE_BYTES = 2**26
 MAX_ARRAY_BYTES = 2**30
 """Largest file with one JSON array, uncompressed: it is parsed at once."""
@@ -50,18 +48,6 @@ _FOREIGN = (
     (b"\0{", "UTF-16 without a byte order mark", "save it as UTF-8"),
 )
 _ONE_VALUE = "write one record per line, or one array of records: jq -c '.[]'"
-
-
-def kind(file: Path) -> str:
-    """Return the suffix, or the one before .gz."""
-    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-
-
-def check_data_file(path: Path) -> None:
-    """Raise ConfigError for a file whose name is not one of supervised training's data."""
-    if kind(path) not in (*LINES, *TABLES):
-        known = ", ".join((*LINES, *TABLES))
-        raise ConfigError(f"{path} is not a data file", f"give {known}, JSON with .gz, or a folder")
 
 
 def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str, Any]]:

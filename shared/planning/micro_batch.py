@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shared.errors import ConfigError
 from shared.schema import RunConfig
+from shared.supervised import supervised_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def rows_of_rl(config: RunConfig) -> int:
     return config.trainer.groups_per_step * config.grpo_config.num_generations
 
 
-def supervised_rows(config: RunConfig) -> int:
-    """Sequences of a supervised step: conversations, or both answers of pairs."""
-    return config.sft.batch_size * (2 if config.mode == "dpo" else 1)
+def rows_of_step(config: RunConfig) -> int:
+    """Sequences of an optimizer step; of RL, if no episode has several."""
+    steps = supervised_steps(config) if config.is_supervised else None
+    return rows_of_rl(config) if steps is None else steps.rows

@@ -9,8 +9,9 @@ import yaml
 
 from shared import config
 from shared.config import LoadedConfig
-from shared.planning.micro_batch import rows_of_rl, supervised_rows
+from shared.planning.micro_batch import rows_of_step
 from shared.schema import RunConfig
+from shared.supervised import supervised_steps
 
 type Settings = tuple[str, ...]
 """`KEY=VALUE` that belong together."""
@@ -82,7 +83,7 @@ def of_training_together(run: RunConfig, first: Iterable[Settings] = ()) -> Iter
     if run.trainer.lora is None:
         known = (*known, "trainer.lora.rank=16")
         yield known
-    if not run.is_supervised and run.sft.trains:  # a warm start trains all weights
+    if not run.is_supervised and supervised_steps(run):  # a warm start trains all weights
         yield (*known, "sft.max_steps=0")
 
 
@@ -95,7 +96,7 @@ def smaller_batches(run: RunConfig) -> Iterator[Settings]:
             yield (f"trainer.micro_batch_tokens={tokens}",)
             tokens //= 2
         return
-    rows = trainer.train_micro_batch_size or (supervised_rows(run) if run.is_supervised else rows_of_rl(run))
+    rows = trainer.train_micro_batch_size or rows_of_step(run)
     while rows // 2 >= shards:
         rows = rows // 2 // shards * shards
         yield (f"trainer.train_micro_batch_size={rows}",)

@@ -10,9 +10,10 @@ from shared.models.config import ModelConfig
 from shared.models.parameters import Shapes, parameters
 from shared.planning import training
 from shared.planning.activations import BatchSize, activations
-from shared.planning.micro_batch import MicroBatchShape, rows_of_rl, shape_of, supervised_rows
+from shared.planning.micro_batch import MicroBatchShape, rows_of_step, shape_of
 from shared.planning.training import MemoryEstimate, Platform, TrainingSetup
 from shared.schema import SPLASH_UNIT, RunConfig
+from shared.supervised import supervised_steps
 
 _POSITION_BYTES = 30  # of a micro-batch's arrays, for each position
 _BYTE = 256  # experts that one byte tells apart, beside "none"
@@ -24,7 +25,7 @@ def estimate(config: RunConfig, model: ModelConfig, platform: Platform, *, warm_
     Raises ConfigError if micro-batches have no valid shape.
     """
     supervised = config.is_supervised
-    n_rows = supervised_rows(config) if supervised else rows_of_rl(config)
+    n_rows = rows_of_step(config)
     shape = shape_of(config, n_rows)
     batch = _on_device(config, shape, platform)
     step = {
@@ -34,8 +35,8 @@ def estimate(config: RunConfig, model: ModelConfig, platform: Platform, *, warm_
     if (foreign := _foreign(config)) is not None:
         step["logits of the loss"] = 4 * foreign.n_logits * batch.n_positions * model.vocab_size
     warming = None
-    if warm_start and not supervised and config.sft.trains:
-        rows = shape_of(config, config.sft.batch_size).rows
+    if warm_start and not supervised and (first := supervised_steps(config)) is not None:
+        rows = shape_of(config, first.rows).rows
         warming = round(step["activations"] * rows / shape.rows)
     n_micro = max(1, -(-n_rows // shape.rows))
     setup = replace(_setup(config), n_micro=n_micro, on_host=platform == "cpu")

@@ -93,14 +93,6 @@ RULES = (
         "tickets name tasks of this data, and evaluations before and after would not be comparable; a file that "
         "has changed is another environment; the run's own copy is in its folder",
     ),
-    Rule("sft.eval_every_n_steps", True, "it only sets how often weights are evaluated"),
-    Rule("sft.save_interval_steps", True, "it only sets how often checkpoints are saved"),
-    Rule(
-        "sft.",
-        False,
-        "a warm start is over before the first step, and a supervised run has its data in the order that this decides",
-    ),
-    Rule("dpo.", False, "losses before and after would belong to different objectives"),
     Rule("grpo_config.num_generations", False, "groups of the old size are already on their way to the trainer"),
     Rule(
         "grpo_config.num_iterations",
@@ -283,7 +275,10 @@ def rule_of(key: str) -> Rule:
 @cache
 def rules() -> tuple[Rule, ...]:
     """Return the rules of the packages' sections, and the core's; the first whose prefix matches a key applies."""
-    added = (Rule(f"{place}.", section.may_change, section.reason) for place, section in sections().items())
+    added: list[Rule] = []
+    for place, section in sections().items():
+        added += [Rule(f"{place}.{key}", True, reason) for key, reason in section.changeable.items()]
+        added.append(Rule(f"{place}.", section.may_change, section.reason))
     return (*added, *RULES)
 
 

@@ -146,12 +146,18 @@ import services.orchestrator.app, services.env.app
 from services.env.environments.kinds import kinds
 from shared import backend_kinds, engine_kinds
 from shared.config import load
+from shared.errors import ConfigError
 from volley.__main__ import all_commands
 
-load(["configs/quickstart.yaml"])
+load(["configs/chaos.yaml"])
 print(*kinds())
 print(engine_kinds.names(), backend_kinds.names())
 print("verify" in all_commands())
+for path, mode in (("quickstart", "rl"), ("chaos", "sft")):
+    try:
+        load([f"configs/{path}.yaml"], [f"mode={mode}"])
+    except ConfigError as error:
+        print(error.detail)
 """
 PLAY = """
 import asyncio, sys
@@ -164,7 +170,7 @@ importlib.metadata.entry_points = lambda group: [point for point in points if po
 
 from services.env.app import open_env
 from services.env.settings import from_config
-from shared.config import load
+from shared.config import validate
 
 async def play(client):
     body = {"request_id": "1", "env": "frozen_lake", "split": "train", "index": 0}
@@ -178,7 +184,8 @@ async def play(client):
     print((await client.get("/health")).json())
 
 async def main():
-    settings = from_config(load(["configs/quickstart.yaml"], [f"services.env.folder={sys.argv[1]}"]).config)
+    tree = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}, "services": {"env": {"folder": sys.argv[1]}}}
+    settings = from_config(validate(tree).config)
     async with open_env(settings) as service:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://x") as client:
             await play(client)
@@ -310,7 +317,9 @@ def test_the_core_loads_without_any_package() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE], cwd=PROJECT, capture_output=True, encoding="utf-8", check=False
     )
-    assert done.stdout == "frozen_lake gymnasium\n['sglang_jax'] ['volley']\nFalse\n", done.stderr
+    absent = "it belongs to the package volley-rl-supervised, which is not installed"
+    shown = f"frozen_lake gymnasium\n['sglang_jax'] ['volley']\nFalse\nunknown key sft: {absent}\nmode=sft: {absent}\n"
+    assert done.stdout == shown, done.stderr
 
 
 def test_the_env_service_plays_without_any_package(site: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from shared import config
 from shared.errors import ConfigError
 from shared.run.shares import configured, weights_of
-from shared.schema import RunConfig, Section
+from shared.run_config import run_model
+from shared.section import Section
 
 ROOT = Path(__file__).parents[2]
 _TEACHERS = "services.orchestrator.teachers"
@@ -230,7 +231,7 @@ def leaves(model, prefix=()):
             yield (*prefix, name)
 
 
-LEAVES = [".".join(path) for path in leaves(RunConfig)]
+LEAVES = [".".join(path) for path in leaves(run_model())]
 
 
 def test_all_keys_are_walked():
@@ -242,12 +243,12 @@ def test_all_keys_are_walked():
 
 @pytest.mark.parametrize("key", LEAVES)
 def test_naming_one_key_leaves_all_others_at_their_defaults(key):
-    plain = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "frozen_lake"}}).model_dump(mode="json")
+    plain = run_model().model_validate({"model": {"path": "m"}, "data": {"env": "frozen_lake"}}).model_dump(mode="json")
     value = functools.reduce(lambda tree, part: tree[part], key.split("."), plain)
     given = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
     required = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}}
     named = {**given, **{name: {**section, **given.get(name, {})} for name, section in required.items()}}
-    assert RunConfig.model_validate(named).model_dump(mode="json") == plain
+    assert run_model().model_validate(named).model_dump(mode="json") == plain
 
 
 def test_naming_the_address_of_a_service_keeps_its_port(tmp_path):

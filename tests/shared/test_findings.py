@@ -12,7 +12,7 @@ from shared import config
 from shared.errors import ConfigError
 from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
-from shared.schema import RunConfig
+from shared.run_config import run_model
 
 ALONE = {"grpo_config__num_generations": 1}
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
@@ -30,7 +30,7 @@ def of(**given: Any) -> list[str]:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[leaf] = value
-    return findings(RunConfig.model_validate(tree))
+    return findings(run_model().model_validate(tree))
 
 
 def test_defaults_mean_what_they_say():
@@ -133,7 +133,7 @@ def test_committed_configurations(path: Path):
 
 
 def test_a_filter_that_takes_every_group_is_refused():
-    one = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}})
+    one = run_model().model_validate({"model": {"path": "m"}, "data": {"env": "e"}})
     lonely = one.model_copy(
         update={
             "grpo_config": one.grpo_config.model_copy(update={"num_generations": 1}),
@@ -181,6 +181,6 @@ def test_settings_of_the_engine_that_a_server_of_another_project_ignores():
     ],
 )
 def test_a_context_beyond_the_models_positions_is_noted(given: dict[str, Any], named: str | None):
-    run = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}, **given})
+    run = run_model().model_validate({"model": {"path": "m"}, "data": {"env": "e"}, **given})
     found = beyond_positions(run, ModelConfig.read(CONFIGS / "models" / "tiny"))
     assert found is None if named is None else re.search(named, found or "")

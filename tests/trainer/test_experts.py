@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.batches.batch import Batch, BatchLayout, Row, arranged, assembled, by_row, policy_rows
 from services.trainer.groups.group_buffer import GroupBuffer, ready_group
 from services.trainer.learner.policy import Policy
@@ -31,6 +30,7 @@ from tests.support import decoder_reference, families, models
 from tests.trainer.support import group
 from tests.trainer.test_group_buffer import RULES
 from tests.trainer.test_policy import OPTIONS, START
+from volley_supervised.learner.imitation import supervised_loss
 
 CASE = families.case("qwen3-moe")
 LEAVES = models.to_tunix(CASE.weights, CASE.config)

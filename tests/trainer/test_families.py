@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.batches.batch import BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
@@ -21,6 +20,7 @@ from shared.errors import ConfigError
 from shared.models import names
 from shared.models.config import ModelConfig
 from tests.support import decoder_reference, families, imaginary_family, models
+from volley_supervised.learner.imitation import supervised_loss
 
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
 

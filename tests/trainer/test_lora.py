@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.backend.assembly import merged
 from services.trainer.backend.policy import PolicyBackend
 from services.trainer.batches.batch import BatchLayout, micro_batches, row_weights, supervised_row
@@ -37,6 +36,7 @@ from shared.types import WeightVersion
 from tests.support import decoder_reference, families, models
 from tests.trainer.support import model_of
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS, held, params, ppo_options
+from volley_supervised.learner.imitation import supervised_loss
 
 LORA = LoraOptions(4, 8.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 SHAPE = ModelConfig.parse(CONFIG_1)

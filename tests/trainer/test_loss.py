@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
@@ -25,6 +24,7 @@ from tests.trainer import grpo_ref
 from tests.trainer.grpo_ref import ReferenceSpec, Sequence_
 from tests.trainer.support import CONFIG as TWO_LAYERS
 from tests.trainer.support import model_of, rows
+from volley_supervised.learner.imitation import supervised_loss
 
 CONFIG = TWO_LAYERS | {"num_hidden_layers": 1}
 WEIGHTS = models.random_weights(CONFIG, seed=1)

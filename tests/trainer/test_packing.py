@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import (
@@ -43,6 +42,7 @@ from shared.errors import DecodeError
 from tests.support import families, models
 from tests.trainer import test_actor, test_policy
 from tests.trainer.support import CONFIG, model_of
+from volley_supervised.learner.imitation import supervised_loss
 
 LENGTH = 64
 PACKED = BatchLayout((LENGTH,), 1, 0, tokens=LENGTH)

@@ -8,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.supervised import supervised_loss
-from services.trainer.learner.objectives import Preferences, UpdateOptions
 from services.trainer.learner.optimizer import make_optimizer
 from services.trainer.learner.scoring import Reference, objective, params_of
 from services.trainer.learner.train_step import Learner
@@ -17,6 +15,8 @@ from services.trainer.models.family import make_mesh
 from tests.support import models
 from tests.trainer import test_policy, test_supervised
 from tests.trainer.support import model_of
+from volley_supervised.learner.imitation import supervised_loss
+from volley_supervised.learner.objectives import Preferences, UpdateOptions
 
 OPTIONS, START, WEIGHTS = test_policy.OPTIONS, test_policy.START, test_policy.WEIGHTS
 LATER = models.random_weights(test_policy.CONFIG_1, seed=7)

@@ -20,6 +20,7 @@ from shared.algorithm_schema import AlgorithmSection
 from shared.errors import ConfigError
 from shared.routing import RoutingShape
 from tests.trainer.support import group
+from volley_supervised.options import supervised_options
 
 ROOT = Path(__file__).parents[2]
 TOKENS = TokenLimits(vocab_size=512, pad_id=0)
@@ -50,7 +51,7 @@ def test_every_committed_config_makes_options(name: str):
     policy = options.policy_options(run, TOKENS)
     assert policy.layout.buckets[-1] >= run.rollout.engine.context_length
     assert policy.rows_per_step == run.trainer.groups_per_step * run.grpo_config.num_generations
-    options.supervised_options(run, TOKENS)
+    supervised_options(run, TOKENS)
     assert settings.plan(run, TOKENS).rules.max_staleness == run.grpo_config.off_policy_steps
 
 

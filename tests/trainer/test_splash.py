@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.batches.batch import Batch, BatchLayout, micro_batches, supervised_row
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.models import attention, splash
@@ -21,6 +20,7 @@ from services.trainer.models.family import make_mesh
 from shared.errors import ConfigError
 from tests.support import models
 from tests.trainer.support import model_of
+from volley_supervised.learner.imitation import supervised_loss
 
 K, H = 2, 8
 PLAIN, GEMMA = ScoreOptions(), ScoreOptions(scale=0.3, softcap=1.5, window=70)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.batches.batch import BatchLayout, micro_batches, row_weights, supervised_row
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
@@ -34,6 +33,7 @@ from tests.support import families, models
 from tests.support.torch_client import Torch
 from tests.trainer import test_branches
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, WEIGHTS
+from volley_supervised.learner.imitation import supervised_loss
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 PROJECTIONS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))

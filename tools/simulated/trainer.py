@@ -37,6 +37,7 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
 from shared.run.state import OPTIMIZER, TrainerState
 from shared.schema import RunConfig
+from shared.supervised import supervised_steps
 from shared.types import Group, WeightVersion
 from tools.simulated.content import content_of
 
@@ -186,7 +187,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 
 
 def _simulated(given: BackendInputs) -> OpenedBackend:
-    if given.config.sft.trains:
+    if supervised_steps(given.config) is not None:
         raise ConfigError("the simulated trainer has no warm start", "leave sft.max_steps and sft.epochs out")
     settings, model = given.settings, ModelConfig.read(given.folder)
     checkpoints = CheckpointFolders(
@@ -196,10 +197,7 @@ def _simulated(given: BackendInputs) -> OpenedBackend:
     backend = SimulatedBackend(
         checkpoints, model.to_hf(), given.config.run.seed, given.origin, given.publications, rate
     )
-    return OpenedBackend(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
-
-
-async def _no_warm_start(*_: object) -> None: ...
+    return OpenedBackend(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ _TOLD_S = 10.0
 
 
 def _alone() -> Mapping[str, Any]:
-    """Overrides that detach the temporary run from the evaluated one: bucket, warm start, queue, servers and ports.
+    """Overrides that detach the temporary run from the evaluated one: bucket, queue, servers and ports.
 
     No group is generated, because none is before an evaluation that stops training has ended.
     """
@@ -52,8 +53,6 @@ def _alone() -> Mapping[str, Any]:
         "run.name": _NAME,
         "run.bucket": None,
         "mode": "rl",
-        "sft.max_steps": 0,
-        "sft.epochs": None,
         "orchestrator.generation.eval_share": None,
         "services.redis_url": None,
         **{f"services.{name}.port": 0 for name in SERVICES},
@@ -165,7 +164,8 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
     weights = {} if asked else {"model.initial_weights": "folder"}
     if is_run:
         loaded = dated(loaded, read_record(run))
-    changed = config.changed(loaded, {"model.path": path, **weights, **_alone()})
+    cold = {key: value for key, value in loaded.tree.items() if key != "sft"}  # without a warm start
+    changed = config.changed(replace(loaded, tree=cold), {"model.path": path, **weights, **_alone()})
     changed = config.rooted(changed, Path.cwd())
     check_inputs(changed)
     return changed, run if is_run else None

@@ -22,7 +22,6 @@ from shared.run.pinned import MAX_STEPS
 from shared.services import kind_of
 from shared.visible import quoted
 from volley import choices, own_data
-from volley.commands import sft_run
 from volley.local import stack
 from volley.local.preflight import check_ports, notes_on_model, prepared
 from volley.local.processes import Reaper
@@ -34,6 +33,7 @@ from volley.printing import print_lines as say
 from volley.proof import prove as prove_folder
 from volley.reporting.display import shown
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, print_text
+from volley.reporting.supervised import supervised_runs
 from volley.reports import reports
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
@@ -113,7 +113,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
     if seams.place is None:
         check_ports(loaded)
     supervised = loaded.config.is_supervised
-    watch = sft_run.follow if supervised else follow
+    watch = supervised_runs().follow if supervised else follow
     with claimed(loaded, may_clear=seams.place is None) as claim:
         choices.record(loaded, claim.folder)
         keep_lost_in(claim.folder.logs / "volley.log")
@@ -145,7 +145,10 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
             if commits.newest(folder) is not None:  # else there is nothing to continue from
                 print_text(_interrupted("ended early", folder, max_steps, started, again))
             raise
-        return sft_run.finish(folder, record) if supervised else finish(folder, record, prove=prove)
+        if supervised:
+            mark_finished(folder, record)
+            return supervised_runs().report(folder)
+        return finish(folder, record, prove=prove)
 
 
 def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState], again: str) -> str:

@@ -6,15 +6,16 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
+from shared import packages
 from shared.config import LoadedConfig
 from shared.environments import check_environments
 from shared.errors import ConfigError
 from shared.files.reading import open_file
-from shared.files.rows import check_data_file
 from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
 from shared.models.hub import check_weights, model_folder
 from shared.run.folder import RunFolder
+from shared.supervised import supervised_steps
 from volley import choices
 from volley.local import external, ports
 from volley.local.accelerators import check_device
@@ -84,12 +85,8 @@ def check_inputs(loaded: LoadedConfig) -> Path:
                 raise ConfigError(
                     f"data.{key}={path}: {error.strerror}", f"give an existing file with data.{key}=…"
                 ) from error
-    learns = loaded.config.is_supervised or loaded.config.sft.trains
-    for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
-        if not path.exists():
-            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders with them")
-        if not path.is_dir():
-            check_data_file(path)
+    if supervised_steps(loaded.config) is not None:
+        packages.part("supervised.runs").check_files(loaded.config)
     model = loaded.config.model.path
     if "@" in model and not Path(model).is_dir():
         survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))

@@ -13,6 +13,7 @@ from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.findings import findings
+from shared.run_config import paths_of
 from shared.schema import RunConfig
 from volley.layout import PROJECT
 from volley.local.hosts import FIRST_PORT, Hosts
@@ -20,7 +21,6 @@ from volley_launch.folder import LaunchFolder, with_date, without_addresses
 from volley_launch.scripts import REMOTE
 
 _FILES = ("model.path", "data.train", "data.eval")
-_LISTS = ("sft.train", "sft.eval")
 _PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - compared, not used
 
 
@@ -65,13 +65,12 @@ def for_other_disks(loaded: LoadedConfig, n_hosts: int) -> tuple[LoadedConfig, d
         return f"../{name}"
 
     given: dict[str, Any] = {}
-    for key in (*_FILES, *_LISTS):
+    for key in _FILES:
         section, _, leaf = key.partition(".")
         value = getattr(getattr(loaded.config, section), leaf)
-        if key in _LISTS and value:
-            given[key] = [copied(path) for path in value]
-        elif key in _FILES and value is not None and Path(value).exists():
+        if value is not None and Path(value).exists():
             given[key] = copied(Path(value))
+    given |= {key: [*map(copied, paths)] for key, paths in paths_of(loaded.config).items() if paths}
     made = config.changed(loaded, given) if given else loaded
     notes = [*loaded.notes, *(f"{key}={path}: the hosts must have it" for key, path in _missing(loaded.config))]
     if n_hosts and loaded.config.run.bucket is None and not loaded.config.run.dir.is_absolute():
@@ -117,9 +116,8 @@ def _check_files(config: RunConfig) -> None:
 
 def _missing(config: RunConfig) -> list[tuple[str, Path]]:
     """Data files of the configuration that this machine does not have, with their keys."""
-    data, sft = config.data, config.sft
-    named = [("data.train", data.train), ("data.eval", data.eval)]
-    named += [(key, path) for key in _LISTS for path in getattr(sft, key.removeprefix("sft."))]
+    named = [("data.train", config.data.train), ("data.eval", config.data.eval)]
+    named += [(key, path) for key, paths in paths_of(config).items() for path in paths]
     return [(key, path) for key, path in named if path is not None and not path.exists()]
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import orjson
 
 from services.trainer.backend.policy import PolicyBackend
-from services.trainer.conversations.dataset import Example, TokenSequence
+from services.trainer.backend.warm_start import WarmSteps
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
-from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
-from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.publishing.publications import PublishedVersion
 from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
@@ -52,10 +50,9 @@ class LeadingBackend:
     def build(self) -> None:
         self._together("build", {}, self._own.build)
 
-    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
-        sequences = [[[one.ids, one.mask] for one in example] for example in examples]
-        steps = self._together("warm_start", {"examples": sequences}, lambda: self._own.warm_start(examples, options))
-        while (made := self._together("warm_step", {}, lambda: next(steps, None))) is not None:
+    def warm_start(self, steps: WarmSteps) -> Iterator[Any]:
+        ours = self._together("warm_start", {"examples": steps.to_wire()}, lambda: self._own.warm_start(steps))
+        while (made := self._together("warm_step", {}, lambda: next(ours, None))) is not None:
             yield made
 
     def start(self, state: TrainerState) -> Path:
@@ -116,11 +113,11 @@ class LeadingBackend:
 
 
 class FollowingCalls:
-    """Calls of a follower, on its own backend."""
+    """Calls of a follower, on its own backend. `received` makes the steps of a warm start from its examples."""
 
-    def __init__(self, own: PolicyBackend, warm_start: SupervisedOptions | None) -> None:
-        self._own, self._options = own, warm_start
-        self._warm_steps: Iterator[SupervisedMetrics] = iter(())
+    def __init__(self, own: PolicyBackend, received: Callable[[Any], WarmSteps]) -> None:
+        self._own, self._received = own, received
+        self._warm_steps: Iterator[Any] = iter(())
         self._write: Callable[[], object] = _nothing_taken
 
     def table(self) -> Calls:
@@ -153,9 +150,7 @@ class FollowingCalls:
         self._write = self._own.take(_state(given), _version(given))
 
     def _warm_start(self, given: Mapping[str, Any]) -> None:
-        assert self._options is not None
-        examples = [tuple(TokenSequence(*one) for one in example) for example in given["examples"]]
-        self._warm_steps = self._own.warm_start(examples, self._options)
+        self._warm_steps = self._own.warm_start(self._received(given["examples"]))
 
 
 def _nothing_taken() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
+from services.trainer.backend.warm_start import warm_starts
 from services.trainer.rl_backend import make_backend, opened
 from shared.models import origin
 from shared.models.chat import tokenizer_of_run
@@ -41,4 +42,4 @@ def open_following(config: RunConfig, follower: Follower) -> FollowingCalls:
     checkpoints = FollowingCheckpoints(run.checkpoints, follower)
     publications = FollowingPublications(follower)
     made = make_backend(config, folder, tokenizer_of_run(folder, config.run.date), found, checkpoints, publications)
-    return FollowingCalls(made.backend, made.warm_start)
+    return FollowingCalls(made.backend, lambda examples: warm_starts().received(config, made.tokens, examples))

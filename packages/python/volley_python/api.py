@@ -19,9 +19,9 @@ from shared import packages
 from shared.config import LoadedConfig
 from shared.run.folder import RunFolder
 from volley import choices
-from volley.commands import sft as sft_command
 from volley.commands import train as train_command
 from volley.printing import print_lines
+from volley.reporting.supervised import supervised_runs
 from volley.runs.record import claimed
 from volley_python.files import Files, HandedFiles, Reward, Rows, paths_of
 from volley_python.process import CommandFailed, CommandProcess
@@ -220,15 +220,15 @@ def _supervised(
     named = {} if name is None else {"run.name": name}
     with tempfile.TemporaryDirectory(prefix="volley-") as scratch:
         files = HandedFiles(Path(scratch))
-        arguments = sft_command.SftArguments(
-            data=files.data_files(data, "train"),
-            model=None if model is None else str(model),
+        loaded = supervised_runs().configured(
+            mode,
+            files.data_files(data, "train"),
+            None if model is None else str(model),
             held_out=files.data_files(eval_data, "eval"),
             epochs=epochs,
             configs=paths_of(config),
             overrides=overrides_of({**settings, **named}),
         )
-        loaded = configuration.rooted(sft_command.configured(mode, arguments), Path.cwd())
         return _started(loaded, files, fresh=name is None, wait=wait, display=display)
 
 

@@ -36,16 +36,24 @@ class BackendInputs:
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
 
 
+type TrainFirst = Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
+"""Trains a new model before step 0; returns early if a stop is asked for."""
+
+
+async def no_warm_start(*_: object) -> None:
+    """Train nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedBackend:
     """Outputs of `open_backend`.
 
-    `backend` trains on groups within the limits of `tokens`, and writes `checkpoints`. `warm_start` trains a new model
-    before step 0. `close` releases the trainer's other processes.
+    `backend` trains on groups within the limits of `tokens`, and writes `checkpoints`. `close` releases the trainer's
+    other processes.
     """
 
     backend: TrainerBackend
     checkpoints: CheckpointFolders
     tokens: TokenLimits
-    warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
+    warm_start: TrainFirst = no_warm_start
     close: Callable[[], None] = lambda: None

@@ -20,14 +20,11 @@ import numpy as np
 from services.trainer.backend import memory
 from services.trainer.backend.assembly import ModelCheckpoints, built, with_adapters
 from services.trainer.backend.memory import TrainingMemory
-from services.trainer.batches.batch import BatchLayout
-from services.trainer.conversations.dataset import Example
+from services.trainer.backend.warm_start import WarmSteps
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.learner import supervised
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.shapes import micro_batch
-from services.trainer.learner.supervised import SupervisedMetrics, SupervisedOptions
 from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
@@ -49,11 +46,11 @@ class PolicyBackend:
     """Backend of RL. Every method blocks; calls must not overlap.
 
     Args:
-        warm_start: layout of a new run's warm start, if it has one.
         publications: publishes versions; None publishes none.
         options_under: makes the policy's options under other settings; None if settings never change.
         planned: memory that training takes; None checks none.
         check: called before the first model is made; raises ConfigError.
+        warms: a new run has a warm start.
 
     `memory` is the memory that training takes by the estimate of `build`, in MiB; `plan` describes mesh, devices and
     micro-batches.
@@ -65,18 +62,19 @@ class PolicyBackend:
         described: ModelConfig,
         policy: PolicyOptions,
         checkpoints: ModelCheckpoints,
-        warm_start: BatchLayout | None = None,
         publications: ModelPublications | None = None,
         options_under: Callable[[Flat], PolicyOptions] | None = None,
         planned: TrainingMemory | None = None,
         check: Callable[[], None] = lambda: None,
+        *,
+        warms: bool = False,
     ) -> None:
         self._publications = publications
         self._options_under = options_under
         self._planned, self._check = planned, check
         self._in_force: Flat = {}  # empty: the configuration's own
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
-        self._warm_start_layout = warm_start
+        self._warms = warms
         self.memory: Mapping[str, float] = {}
         self.plan = ""
         self._restored: RestoredCheckpoint | None = None
@@ -103,13 +101,12 @@ class PolicyBackend:
             self._check()
             found = None
             if self._planned is not None:
-                warms = self._warm_start_layout is not None and self._restored is None
-                found = self._planned.checked(warm_start=warms)
+                found = self._planned.checked(warm_start=self._warms and self._restored is None)
                 self.memory = found.to_mib()
             policy = self._policy_options
             self.plan = memory.described(self._options, policy.layout, policy.rows_per_step, found)
         self._model = self._policy = None
-        adapts = self._warm_start_layout is None  # a warm start trains all weights, in float32
+        adapts = not self._warms  # a warm start trains all weights, in float32
         self._model = built(self._options, self._described, self._checkpoints, self._restored, adapts=adapts)
         if self._restored is not None:
             self._policy = self._resumed(self._model, self._restored)
@@ -125,10 +122,10 @@ class PolicyBackend:
         self._adapter = restored.adapter
         return policy
 
-    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
-        """Train the built model lazily, one supervised step an item."""
+    def warm_start(self, steps: WarmSteps) -> Iterator[Any]:
+        """Train the built model, as `WarmSteps.train`."""
         assert self._model is not None
-        return supervised.warm_start(self._model, examples, options)
+        return steps.train(self._model)
 
     def start(self, state: TrainerState) -> Path:
         """Write the first checkpoint of this incarnation, of the built model; return its folder. Raises NonFinite."""

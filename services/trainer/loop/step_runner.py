@@ -95,7 +95,7 @@ class StepRunner:
                 await self._refuse(metrics, before, groups, digests)
                 return None
             self._n_refused = 0
-            self._status.trained(metrics)
+            self._status.trained(metrics.step, metrics.version, metrics)
             seconds |= {"step": step_s, "wait": wait_s, "archive": archive_s}
             line = self._line_of(metrics, groups, seconds) | checked
             trained, trained_at = time.perf_counter(), time.time()

@@ -1,4 +1,4 @@
-"""Assembly of the lines of metrics.jsonl and sft.jsonl."""
+"""Assembly of the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from services.trainer.groups.filters import shares_without_variance
 from services.trainer.metrics.step_metrics import StepMetrics, of_components, of_environments, of_teacher
-from services.trainer.metrics.supervised import SupervisedMetrics
 from shared.run.chain import as_read
-from shared.types import Group, WeightVersion
+from shared.types import Group
 
 
 def step_line(
@@ -32,26 +31,3 @@ def step_line(
     rate = metrics.tokens / (seconds["step"] + seconds["wait"])
     rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
     return as_read(line | more | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
-
-
-def supervised_line(
-    measured: Mapping[str, Any], version: WeightVersion, epochs: float, held_out: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return a line of sft.jsonl of a supervised run.
-
-    Args:
-        measured: metrics of the step (see `supervised_step`), or counts of the data before the first one.
-        epochs: passes over the data so far.
-        held_out: metrics on held-out data, by name; empty if not evaluated.
-    """
-    evaluated = {f"eval_{name}": value for name, value in held_out.items()}
-    return {**measured, **evaluated, "epoch": epochs, "version": str(version), "time": time.time()}
-
-
-def supervised_step(metrics: SupervisedMetrics, step_s: float) -> dict[str, Any]:
-    return metrics.to_line() | {"step_s": step_s, "tokens_per_sec": metrics.tokens / step_s}
-
-
-def warm_start_line(metrics: SupervisedMetrics) -> dict[str, Any]:
-    """Return a warm start's line of sft.jsonl."""
-    return metrics.to_line() | {"time": time.time()}

@@ -28,9 +28,10 @@ from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import TrainerState
 from volley.printing import join_lines, print_lines, print_result
 from volley.proof import Proof
-from volley.reporting import jsonl, supervised
+from volley.reporting import jsonl
 from volley.reporting.intervals import SuccessRate, success_rates
 from volley.reporting.progress import print_text
+from volley.reporting.supervised import supervised_runs
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.run_file import RunRecord, read_record, write_json
@@ -56,8 +57,8 @@ def main(run_dir: Path) -> int:
     """Report the run in `run_dir`. Raises ConfigError if the folder is not that of a run."""
     folder = RunFolder(run_dir.absolute())
     survey.check(folder)
-    if supervised.is_supervised(folder):
-        return supervised.main(folder)
+    if (record := read_record(folder)) is not None and record.config.get("mode") in ("sft", "dpo"):
+        return supervised_runs().report(folder)
     check(folder)
     summary = make(folder)
     print_result(summary, lambda: format_report(summary, folder))

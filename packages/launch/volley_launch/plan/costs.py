@@ -12,6 +12,7 @@ from shared.planning.trainer import checkpoint_bytes, has_reference
 from shared.planning.training import ITEM_SIZES
 from shared.run.group_size import token_bytes
 from shared.schema import RunConfig
+from shared.supervised import supervised_steps
 
 _DELTA_BYTES = 1.1
 """Bytes of a delta for each number that moved, as measured (docs/measurements.md)."""
@@ -122,9 +123,8 @@ def disk(config: RunConfig, model: ModelConfig, sent: HandOver | None) -> Disk:
 
 def steps(config: RunConfig) -> int | None:
     """Steps of the run; None if they depend on the number of conversations."""
-    if config.is_supervised:
-        return config.sft.max_steps or None
-    return config.trainer.max_steps
+    found = supervised_steps(config) if config.is_supervised else None
+    return config.trainer.max_steps if found is None else found.n_steps
 
 
 def cost(

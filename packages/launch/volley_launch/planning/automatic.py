@@ -16,7 +16,7 @@ from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from shared.planning.micro_batch import rows_of_rl, supervised_rows
+from shared.planning.micro_batch import rows_of_step
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from volley.choices import is_given
@@ -201,7 +201,7 @@ def _smaller(loaded: LoadedConfig) -> Iterator[Mapping[str, Any]]:
     run = loaded.config
     found: dict[str, Any] = {}
     if not is_given(loaded, _ROWS) and not is_given(loaded, _TOKENS):
-        rows = supervised_rows(run) if run.is_supervised else rows_of_rl(run)
+        rows = rows_of_step(run)
         while rows > 1:
             rows //= 2
             found["trainer__train_micro_batch_size"] = rows

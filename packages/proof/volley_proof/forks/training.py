@@ -15,6 +15,7 @@ from shared.run.checksums import CHECKSUMS
 from shared.run.folder import RunFolder
 from shared.run.forks import Fork
 from shared.run.state import TrainerState
+from shared.supervised import supervised_steps
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.reporting import jsonl
@@ -84,7 +85,7 @@ async def _worked(plan: ForkPlan, claim: RunClaim, last: int, say: Say) -> dict[
     run = config.stored(claim.folder.path).config
     arguments, variables = [str(claim.folder.path), "--last", str(last)], _variables(run.rollout.engine.device)
     needs_rewards = plan.fork.mended and last == plan.fork.last and not mending.is_complete(plan)
-    needs_data = run.sft.trains and commits.newest(claim.folder) is None
+    needs_data = supervised_steps(run) and commits.newest(claim.folder) is None
 
     def show(line: Mapping[str, Any]) -> None:
         if text := format_line(line, run.trainer.max_steps):

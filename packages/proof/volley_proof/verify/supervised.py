@@ -14,6 +14,7 @@ from shared.run.folder import RunFolder
 from shared.run.lineage import in_lineage
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
+from shared.supervised import supervised_steps
 from volley_proof.verify import configuration, prefixes, records, unfounded
 from volley_proof.verify.checkpoints import RetainedCheckpoint
 from volley_proof.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind, ViolationList
@@ -33,8 +34,10 @@ def verify(
     findings.add(prefixes.check(folder, [one.state for one in found if in_lineage(one.version, head.lineage)], found))
     if head.phase == "done":
         findings.add(unfounded.check_supervised(folder, head))
+    steps = supervised_steps(run)
+    assert steps is not None
     for one in found:
-        findings.add(_place(one.state, head, run.sft.batch_size))
+        findings.add(_place(one.state, head, steps.batch_size))
     data = head.data or {}
     return {
         "head": str(head.version),

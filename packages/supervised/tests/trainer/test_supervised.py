@@ -16,27 +16,18 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.algorithms.dpo import pair_terms, weighted_likelihood
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.conversations.data import RunData
-from services.trainer.conversations.dataset import Dataset, Example, TokenSequence
-from services.trainer.learner.objectives import Imitation, Preferences, UpdateOptions
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import objective, params_of
-from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.metrics import prometheus
-from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.models.initial_weights import leaves_of
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
-from services.trainer.supervised.backend import SupervisedBackend
-from services.trainer.supervised.loop import SupervisedPlan
-from services.trainer.supervised.worker import SupervisedParts, SupervisedWorker
 from shared.errors import ConfigError, Fenced, StorageFull
 from shared.models.adapter import is_adapter, is_b
 from shared.models.config import ModelConfig
@@ -49,6 +40,15 @@ from tests.support import decoder_reference, models
 from tests.support.sinks import KeepingSink, raising
 from tests.trainer.support import CONFIG, model_of
 from tools.simulated.trainer import NumpyArrays
+from volley_supervised.conversations.data import RunData
+from volley_supervised.conversations.dataset import Dataset, Example, TokenSequence
+from volley_supervised.learner.dpo import pair_terms, weighted_likelihood
+from volley_supervised.learner.objectives import Imitation, Preferences, UpdateOptions
+from volley_supervised.learner.steps import SupervisedOptions
+from volley_supervised.metrics import SupervisedMetrics
+from volley_supervised.trainer.backend import SupervisedBackend
+from volley_supervised.trainer.loop import SupervisedPlan
+from volley_supervised.trainer.worker import SupervisedParts, SupervisedWorker
 
 SMALL = CONFIG | {"num_hidden_layers": 1}
 WEIGHTS, START = models.random_weights(SMALL, 1), models.random_weights(SMALL, 2)

@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import transformers
 
-from services.trainer.conversations.data import DataSettings, load
-from services.trainer.conversations.dataset import tokenized
-from services.trainer.conversations.flags import may_say
-from services.trainer.conversations.formats import conversation, preference_pair
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
 from tests.support.templates import model_folder, published
 from tests.support.tokenizer import FOLDER
+from volley_supervised.conversations.data import DataSettings, load
+from volley_supervised.conversations.dataset import tokenized
+from volley_supervised.conversations.flags import may_say
+from volley_supervised.conversations.formats import conversation, preference_pair
 
 TOKENIZER = ChatTokenizer(FOLDER)
 USER, SAID = {"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}
@@ -98,7 +98,7 @@ def test_columns_of_a_table_that_may_say_what_is_learned_are_read(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from services.trainer.conversations.files import records
+    from volley_supervised.conversations.files import records
 
     rows = [{"prompt": "go", "completion": "Right", "train": i != 1, "mask_kind": None, "by": "x"} for i in range(3)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.trainer.batches.batch import BatchLayout
-from services.trainer.conversations.dataset import Example, batches, n_steps
-from services.trainer.learner.objectives import Imitation, SupervisedObjective, UpdateOptions
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.published import named
 from services.trainer.learner.scoring import put_into
-from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.models.family import Model
 from shared.errors import NonFinite
+from volley_supervised.conversations.dataset import Example, batches, n_steps
+from volley_supervised.learner.objectives import Imitation, SupervisedObjective, UpdateOptions
+from volley_supervised.metrics import SupervisedMetrics
 
 
 @dataclass(frozen=True, slots=True)

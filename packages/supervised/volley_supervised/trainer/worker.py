@@ -17,11 +17,9 @@ from functools import partial
 
 from services.trainer import lifecycle
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.conversations.data import RunData
 from services.trainer.resuming import check_settings
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog, StepLog
-from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan
 from services.trainer.waiter import Waiter
 from shared.errors import ConfigError
 from shared.process import telemetry
@@ -30,6 +28,8 @@ from shared.run import held
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state
+from volley_supervised.conversations.data import RunData
+from volley_supervised.trainer.loop import Backend, SupervisedLoop, SupervisedPlan
 
 type OpenedBackend = tuple[Backend, CheckpointFolders]
 _SHOWN = 16

@@ -12,10 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.trainer.conversations.data import RunData
-from services.trainer.conversations.dataset import Example
-from services.trainer.metrics.lines import supervised_line, supervised_step
-from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog
 from services.trainer.waiter import Waiter
@@ -23,10 +19,13 @@ from shared.process.sinks import MetricsFanout
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
+from volley_supervised.conversations.data import RunData
+from volley_supervised.conversations.dataset import Example
+from volley_supervised.metrics import SupervisedMetrics
 
 
 class Backend(Protocol):
-    """See services.trainer.supervised.backend."""
+    """See volley_supervised.trainer.backend."""
 
     def restore(self) -> TrainerState | None: ...
 
@@ -124,13 +123,14 @@ class SupervisedLoop:
         step_s = time.perf_counter() - started
         phase = "done" if metrics.step >= self._last else "rl"
         self._state = replace(self._state, step=metrics.step, phase=phase)
-        self._status.learned(metrics, str(self._state.version))
-        await self._log_line(supervised_step(metrics, step_s))
+        self._status.trained(metrics.step, str(self._state.version), metrics)
+        await self._log_line(metrics.to_line() | {"step_s": step_s, "tokens_per_sec": metrics.tokens / step_s})
 
     async def _log_line(self, measured: Mapping[str, Any]) -> None:
         """Write the line of the present step, with an evaluation if one is due, and send it to the sinks."""
-        held_out = await self._measured()
-        line = supervised_line(measured, self._state.version, self._passed() / self._n_examples, held_out)
+        held_out = {f"eval_{name}": value for name, value in (await self._measured()).items()}
+        about = {"epoch": self._passed() / self._n_examples, "version": str(self._state.version), "time": time.time()}
+        line = {**measured, **held_out, **about}
         self._unsaved.append(line)
         await self._log.append(line)
         self._sinks.send("supervised", line)

@@ -10,9 +10,6 @@ from typing import Any
 
 import orjson
 
-from services.trainer.conversations.dataset import Dataset, Example, Kind, TooLong, digest, split, tokenized
-from services.trainer.conversations.demonstrations import Demonstrator, as_records, fetch
-from services.trainer.conversations.files import Split, files_of, records
 from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError
@@ -20,7 +17,12 @@ from shared.files import storage
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 from shared.run import checkpoint_files
+from shared.run_config import section_of
 from shared.schema import RunConfig
+from volley_supervised.conversations.dataset import Dataset, Example, Kind, TooLong, digest, split, tokenized
+from volley_supervised.conversations.demonstrations import Demonstrator, as_records, fetch
+from volley_supervised.conversations.files import Split, files_of, records
+from volley_supervised.sections import SftSection
 
 TRAIN: Split = "train"
 EVAL: Split = "eval"
@@ -73,7 +75,7 @@ class RunData:
 
 def data_settings(config: RunConfig) -> DataSettings:
     """Read the settings. A warm start holds nothing out: RL evaluates by solved tasks."""
-    sft, alone = config.sft, config.is_supervised
+    sft, alone = section_of(config, SftSection), config.is_supervised
     return DataSettings(
         train=sft.train,
         held_out=sft.eval if alone else (),
@@ -83,7 +85,7 @@ def data_settings(config: RunConfig) -> DataSettings:
         too_long=sft.too_long,
         seed=config.run.seed,
         env=config.data.env,
-        n_demonstrations=config.sft.n_demonstrations,
+        n_demonstrations=sft.n_demonstrations,
     )
 
 

@@ -14,17 +14,10 @@ import numpy as np
 import pytest
 
 from services.trainer.batches.batch import BatchLayout
-from services.trainer.conversations.data import DataSettings, load
-from services.trainer.conversations.dataset import Example, tokenized
-from services.trainer.conversations.demonstrations import as_records, fetch
-from services.trainer.learner import supervised
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import params_of
-from services.trainer.learner.supervised import SupervisedOptions
-from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
-from services.trainer.supervised.warm_start import WarmStart
 from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, NonFinite, ServiceUnreachable
@@ -32,8 +25,15 @@ from shared.models.chat import ChatTokenizer
 from shared.process.sinks import MetricsFanout
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
+from volley_supervised.conversations.data import DataSettings, load
+from volley_supervised.conversations.dataset import Example, tokenized
+from volley_supervised.conversations.demonstrations import as_records, fetch
+from volley_supervised.learner import steps
+from volley_supervised.learner.steps import SupervisedOptions
+from volley_supervised.metrics import SupervisedMetrics
+from volley_supervised.trainer.warm_start import ExampleSteps, WarmStart
 
-TOKENIZER = ChatTokenizer(Path(__file__).parents[2] / "configs/models/tiny")
+TOKENIZER = ChatTokenizer(Path(__file__).parents[4] / "configs/models/tiny")
 TALK = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}, {"role": "user", "content": "ok"}]
 TALK = [*TALK, {"role": "assistant", "content": "Up"}]
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 12, 0.9, 0.95, 0.0, 1.0)
@@ -97,7 +97,7 @@ def test_what_the_assistant_says_and_its_end_are_trained():
 
 
 def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_with(tmp_path: Path):
-    folder = shutil.copytree(Path(__file__).parents[2] / "configs/models/tiny", tmp_path / "model")
+    folder = shutil.copytree(Path(__file__).parents[4] / "configs/models/tiny", tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     told = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     settings["chat_template"] = told + settings["chat_template"]
@@ -126,7 +126,7 @@ def test_it_learns_and_is_deterministic():
     for _ in range(2):
         model = model_of(models.random_weights(config, 0), config)
         before = {name: np.asarray(value) for name, value in params_of(model).items()}
-        runs.append([m.loss for m in supervised.warm_start(model, rows, options)])
+        runs.append([m.loss for m in steps.warm_start(model, rows, options)])
         trained = params_of(model)
         assert not np.array_equal(trained["final_norm.w"], before["final_norm.w"])
     assert runs[0] == runs[1]
@@ -139,7 +139,7 @@ class Steps:
     def __init__(self, n: int, at: Callable[[int], object] = lambda step: None) -> None:
         self.n, self.at = n, at
 
-    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
+    def warm_start(self, _steps: ExampleSteps) -> Iterator[SupervisedMetrics]:
         for step in range(1, self.n + 1):
             self.at(step)
             yield SupervisedMetrics(step, self.n, 1.0 / step, 0.5, 8)

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from services.trainer.conversations.flags import may_say
-from services.trainer.conversations.formats import COLUMNS
 from shared.errors import ConfigError
 from shared.files import rows
+from volley_supervised.conversations.flags import may_say
+from volley_supervised.conversations.formats import COLUMNS
 
 type Split = Literal["train", "eval"]
+_LINES, _TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
 _NAMES = {"train": ("train",), "eval": ("test", "validation", "valid", "eval", "dev")}
 _WORD = re.compile(r"[A-Za-z]+")
 
@@ -28,7 +29,7 @@ def records(paths: Sequence[Path], split: Split) -> Iterator[tuple[str, Any]]:
     for path in paths:
         for file in files_of(path, split):
             found = False
-            for place, record in _rows(file) if file.suffix in rows.TABLES else rows.rows(file):
+            for place, record in _rows(file) if file.suffix in _TABLES else rows.rows(file):
                 found = True
                 yield place, record
             if not found:
@@ -41,13 +42,12 @@ def files_of(path: Path, split: Split) -> list[Path]:
     If no path names a split, all files are `train`. Raises ConfigError if there is none.
     """
     if not path.is_dir():
-        rows.check_data_file(path)
+        check_file(path)
         return [path]
     found = sorted(
         file
         for file in path.rglob("*")
-        if rows.kind(file) in (".jsonl", ".ndjson", *rows.TABLES)
-        and not any(p.startswith(".") for p in file.parts[-2:])
+        if _kind(file) in (".jsonl", ".ndjson", *_TABLES) and not any(p.startswith(".") for p in file.parts[-2:])
     )
     if not found:
         raise ConfigError(
@@ -62,6 +62,18 @@ def files_of(path: Path, split: Split) -> list[Path]:
     return chosen
 
 
+def check_file(path: Path) -> None:
+    """Raise ConfigError for a file whose name is not one of data."""
+    if _kind(path) not in (*_LINES, *_TABLES):
+        known = ", ".join((*_LINES, *_TABLES))
+        raise ConfigError(f"{path} is not a data file", f"give {known}, JSON with .gz, or a folder")
+
+
+def _kind(file: Path) -> str:
+    """Return the suffix, or the one before .gz."""
+    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
 def _split_of(file: Path) -> Split | None:
     """Return the split that the first word of the file's name, or of a parent folder's, names."""
     words = [word[0].lower() for part in (file.name, *file.parts[:-1]) if (word := _WORD.match(part))]
@@ -70,7 +82,7 @@ def _split_of(file: Path) -> Split | None:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    from services.trainer.conversations import tables
+    from volley_supervised.conversations import tables
 
     for n, row in enumerate(tables.rows(file, COLUMNS, may_say)):
         yield f"{file}, row {n}", row

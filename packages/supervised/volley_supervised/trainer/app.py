@@ -13,13 +13,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from services.trainer.conversations.data import RunData, data_settings, load
 from services.trainer.metrics import prometheus
 from services.trainer.routes import ROLES, router
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
-from services.trainer.supervised.loop import SupervisedPlan
-from services.trainer.supervised.worker import OpenedBackend, SupervisedParts, SupervisedWorker
 from services.trainer.waiter import Waiter
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
@@ -32,9 +29,14 @@ from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.run import pinned
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
+from shared.run_config import section_of
 from shared.schema import RunConfig
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
+from volley_supervised.conversations.data import RunData, data_settings, load
+from volley_supervised.sections import SftSection
+from volley_supervised.trainer.loop import SupervisedPlan
+from volley_supervised.trainer.worker import OpenedBackend, SupervisedParts, SupervisedWorker
 
 
 @asynccontextmanager
@@ -43,11 +45,11 @@ async def open_supervised(config: RunConfig) -> AsyncIterator[RunningService]:
     origin = await asyncio.to_thread(keep, config)
     if origin is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})
-    services, folder = config.services, RunFolder(config.run.folder.absolute())
+    sft, services, folder = section_of(config, SftSection), config.services, RunFolder(config.run.folder.absolute())
     callers = read_tokens(services.token_files)
     model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
     config = await asyncio.to_thread(with_content, config, model)
-    tokenizer, status = tokenizer_of_run(model, config.run.date), TrainerStatus(config.run.name, config.sft.max_steps)
+    tokenizer, status = tokenizer_of_run(model, config.run.date), TrainerStatus(config.run.name, sft.max_steps)
     async with AsyncExitStack() as stack:
         client = None
         if config.needs_environment and not folder.demonstrations.exists():
@@ -75,11 +77,12 @@ async def open_supervised(config: RunConfig) -> AsyncIterator[RunningService]:
 
 
 def supervised_plan(config: RunConfig, origin: Origin | None) -> SupervisedPlan:
+    sft = section_of(config, SftSection)
     return SupervisedPlan(
         seed=config.run.seed,
-        batch_size=config.sft.batch_size,
-        save_interval_steps=config.sft.save_interval_steps,
-        eval_every_n_steps=config.sft.eval_every_n_steps,
+        batch_size=sft.batch_size,
+        save_interval_steps=sft.save_interval_steps,
+        eval_every_n_steps=sft.eval_every_n_steps,
         grace_s=config.services.limits.grace_s,
         keep_reference=config.mode == "dpo",
         settings=pinned.relevant(config),
@@ -90,5 +93,5 @@ def supervised_plan(config: RunConfig, origin: Origin | None) -> SupervisedPlan:
 def _opened(config: RunConfig, model: Path, tokenizer: ChatTokenizer, origin: Origin | None) -> OpenedBackend:
     """Import JAX and Tunix, after the data are checked, which is faster. Raises ConfigError."""
     with uncollected():
-        from services.trainer.supervised.opening import open_backend
+        from volley_supervised.trainer.opening import open_backend
     return open_backend(config, model, tokenizer, origin)

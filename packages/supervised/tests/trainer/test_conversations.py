@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.conversations.data import DataSettings, load
-from services.trainer.conversations.dataset import batches, digest, n_steps, split, tokenized
-from services.trainer.conversations.files import files_of, records
-from services.trainer.conversations.formats import conversation, preference_pair
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, InputError
 from shared.files.rows import MAX_LINE_BYTES
 from shared.models.chat import ChatTokenizer
 from shared.run import checkpoint_files
+from volley_supervised.conversations.data import DataSettings, load
+from volley_supervised.conversations.dataset import batches, digest, n_steps, split, tokenized
+from volley_supervised.conversations.files import files_of, records
+from volley_supervised.conversations.formats import conversation, preference_pair
 
-TINY = Path(__file__).parents[2] / "configs/models/tiny"
+TINY = Path(__file__).parents[4] / "configs/models/tiny"
 TOKENIZER = ChatTokenizer(TINY)
 USER, SAID = {"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}
 TALK = [USER, SAID, {"role": "user", "content": "ok"}, {"role": "assistant", "content": "Up"}]

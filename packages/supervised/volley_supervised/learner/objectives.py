@@ -12,8 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from services.trainer.algorithms.dpo import PairTerms, pair_terms, weighted_likelihood
-from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.batches.batch import (
     Batch,
     BatchLayout,
@@ -24,12 +22,14 @@ from services.trainer.batches.batch import (
     row_weights,
     supervised_row,
 )
-from services.trainer.conversations.dataset import Example
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Loss, Reference, Scorer, divided, objective, params_of
 from services.trainer.learner.train_step import Learner, Params
 from services.trainer.models.arrays import HostArray
 from services.trainer.models.family import Model
+from volley_supervised.conversations.dataset import Example
+from volley_supervised.learner.dpo import PairTerms, pair_terms, weighted_likelihood
+from volley_supervised.learner.imitation import supervised_loss
 
 type Measures = Mapping[str, float]
 
@@ -102,7 +102,7 @@ class Imitation:
 
 
 class Preferences:
-    """DPO: see services.trainer.algorithms.dpo.
+    """DPO: see volley_supervised.learner.dpo.
 
     Args:
         reference: parameters of the initial policy by leaf name; None takes the model's present ones. With adapters the

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import blake3
 import numpy as np
 
-from services.trainer.conversations.flags import is_row_learned
-from services.trainer.conversations.formats import Conversation, conversation, preference_pair, unread
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
+from volley_supervised.conversations.flags import is_row_learned
+from volley_supervised.conversations.formats import Conversation, conversation, preference_pair, unread
 
 type TooLong = Literal["error", "drop", "truncate"]
 type Kind = Literal["conversations", "pairs"]

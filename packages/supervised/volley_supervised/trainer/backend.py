@@ -11,12 +11,7 @@ from pathlib import Path
 
 from services.trainer.backend.assembly import built, with_adapters
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.conversations.dataset import Example
-from services.trainer.learner import supervised
-from services.trainer.learner.objectives import Imitation, Preferences, SupervisedObjective
 from services.trainer.learner.published import PublishedWeights
-from services.trainer.learner.supervised import SupervisedOptions
-from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.models.arrays import RestoredCheckpoint
 from services.trainer.models.family import Model
 from services.trainer.models.options import ModelOptions
@@ -24,6 +19,10 @@ from shared.models.config import ModelConfig
 from shared.run.checkpoint_files import Adapter
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
+from volley_supervised.conversations.dataset import Example
+from volley_supervised.learner.objectives import Imitation, Preferences, SupervisedObjective
+from volley_supervised.learner.steps import SupervisedOptions, steps
+from volley_supervised.metrics import SupervisedMetrics
 
 
 class SupervisedBackend:
@@ -64,7 +63,7 @@ class SupervisedBackend:
             objective.learner.load_optimizer_state(found.optimizer)
             self._published.probed(objective.learner, "the restored weights")
             self._adapter = found.adapter
-        self._steps = supervised.steps(objective, examples, options, found.state.step if found else 0)
+        self._steps = steps(objective, examples, options, found.state.step if found else 0)
         return options.steps(len(examples))
 
     def _objective_for(self, model: Model, options: SupervisedOptions, n_examples: int) -> SupervisedObjective:

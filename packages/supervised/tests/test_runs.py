@@ -19,14 +19,15 @@ from shared.run.folder import RunFolder
 from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 from volley.__main__ import parse_arguments
-from volley.commands import sft
 from volley.local import stack
 from volley.reporting.lines import sft_line
 from volley.runs.record import claimed, mark_finished
 from volley_dashboard.report import report
 from volley_proof.verify.command import verify
+from volley_supervised import command
+from volley_supervised.report import make
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STEPS = 3
 
 
@@ -38,7 +39,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, *words: str) -> LoadedConfig:
         found.append(loaded)
         return 0
 
-    monkeypatch.setattr(sft.train, "start_or_continue", run)
+    monkeypatch.setattr(command.train, "start_or_continue", run)
     arguments = parse_arguments(words)
     assert arguments.command(arguments) == 0
     return found[0]
@@ -200,8 +201,8 @@ def test_demonstrations_that_are_not_those_that_were_learned_are_named(folder: R
 
 
 def test_lines_after_the_last_step_are_named_and_not_reported(folder: RunFolder):
-    steps = report.make(folder)["steps"]
+    steps = make(folder)["steps"]
     with folder.sft.open("ab") as file:
         file.write(orjson.dumps(line(STEPS + 4, loss=0.0)) + b"\n")
     assert [one["file"] for one in verify(folder)["violations"]] == ["sft.jsonl"]
-    assert report.make(folder)["steps"] == steps
+    assert make(folder)["steps"] == steps

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.trainer.conversations import flags
 from shared.errors import InputError
+from volley_supervised.conversations import flags
 
 type Messages = list[dict[str, Any]]
 _WORDS, _CHARACTERS = 3, 12

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from services.trainer.conversations import flags
-from services.trainer.conversations.prompts import divided, repeats, without_prompt
 from shared.errors import InputError
 from shared.models.messages import kind, parsed, read_messages, read_tools
+from volley_supervised.conversations import flags
+from volley_supervised.conversations.prompts import divided, repeats, without_prompt
 
 _FORMATS = ("messages", "completion", "chosen")
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")

@@ -10,12 +10,13 @@ from services.trainer.backend.assembly import check_vocabulary, note_positions, 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.settings import TokenLimits
-from services.trainer.supervised.backend import SupervisedBackend
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
+from volley_supervised.options import supervised_options
+from volley_supervised.trainer.backend import SupervisedBackend
 
 
 def open_backend(
@@ -30,7 +31,7 @@ def open_backend(
     check_vocabulary(tokenizer, described)
     note_positions(config, described)
     note_tokenizer(tokenizer)
-    options = from_run.supervised_options(config, TokenLimits(described.vocab_size, tokenizer.pad_id))
+    options = supervised_options(config, TokenLimits(described.vocab_size, tokenizer.pad_id))
     root, kept = RunFolder(config.run.folder.absolute()).checkpoints, config.trainer.checkpointing_options.max_to_keep
     checkpoints = CheckpointFolders(root, config.run.name, kept, OrbaxArrays())
     return SupervisedBackend(model, described, options, checkpoints), checkpoints

@@ -1,14 +1,18 @@
-"""Supervised training: data, length, evaluation and checkpoints."""
+"""Sections `sft` and `dpo` of the configuration: data, length, evaluation and checkpoints; and their steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shared.algorithm_base import OptimizerConfig
-from shared.section import Section
+from shared.run_config import section_of
+from shared.schema import RunConfig
+from shared.section import PackageSection
+from shared.supervised import SupervisedSteps
 
 
 def _several(value: Any) -> Any:
@@ -19,7 +23,7 @@ Files = Annotated[tuple[Path, ...], BeforeValidator(_several, json_schema_input_
 """One path or several: JSONL, Parquet, or folders of them."""
 
 
-class SftSection(Section):
+class SftSection(PackageSection):
     """Supervised training: the warm start before RL, or a run of its own (`mode`).
 
     The warm start runs if `max_steps` or `epochs` is given; a run of its own defaults to one pass over its data.
@@ -30,6 +34,14 @@ class SftSection(Section):
     `trainer.length_buckets`.
     """
 
+    reason = (
+        "a warm start is over before the first step, and a supervised run has its data in the order that this decides"
+    )
+    changeable: ClassVar[Mapping[str, str]] = {
+        "eval_every_n_steps": "it only sets how often weights are evaluated",
+        "save_interval_steps": "it only sets how often checkpoints are saved",
+    }
+    paths = ("train", "eval")
     max_steps: NonNegativeInt = 0
     epochs: PositiveInt | None = None
     train: Files = ()
@@ -53,8 +65,31 @@ class SftSection(Section):
             raise ValueError("sft.max_steps and sft.epochs both set the length of training: give one of them")
         return self
 
+    def findings(self, config: RunConfig) -> Iterator[str]:
+        yield from self.optimizer_config.findings("sft.optimizer_config", self.max_steps)
 
-class DpoSection(Section):
+
+class DpoSection(PackageSection):
     """Direct preference optimization; `beta` weighs the distance from the initial policy."""
 
+    reason = "losses before and after would belong to different objectives"
     beta: PositiveFloat = 0.1
+
+
+def steps_of(config: RunConfig) -> SupervisedSteps | None:
+    """See `shared.supervised.supervised_steps`."""
+    sft, mode = section_of(config, SftSection), config.mode
+    if mode == "dpo" and not sft.train:
+        raise ValueError("mode=dpo needs sft.train: files of preference pairs")
+    if mode == "sft+rl" and not sft.trains:
+        raise ValueError("mode=sft+rl needs sft.max_steps or sft.epochs")
+    if mode == "sft" and not (sft.train or config.data.env):
+        raise ValueError("data.env is missing (or sft.train, files of conversations)")
+    if not (config.is_supervised or sft.trains):
+        return None
+    return SupervisedSteps(
+        batch_size=sft.batch_size,
+        rows=sft.batch_size * (2 if mode == "dpo" else 1),
+        n_steps=sft.max_steps or None,
+        demonstrated=not sft.train,
+    )
