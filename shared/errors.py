@@ -19,7 +19,7 @@
     │   └── Conflict            not allowed in the present state                           409
     ├── Unavailable             try again later (also: a deadline passed)                  503
     │   ├── WeightsUnpublished  a rollout server has found no checkpoint yet
-    │   ├── AnotherBeginning    the orchestrator holds records of another start of the run
+    │   ├── RunIdMismatch       the orchestrator holds records of another start of the run
     │   ├── NotReady            a rollout server takes no requests now: it stops, or its weights are not to be used
     │   ├── ServiceUnreachable  another service did not answer
     │   │   └── TlsFailed       its certificate was rejected, or it does not speak TLS
@@ -241,8 +241,8 @@ class WeightsUnpublished(Unavailable):
     title, waits_on, outage = "No weights yet", "trainer", True
 
 
-class AnotherBeginning(Unavailable):
-    title, waits_on = "Another beginning of the run", "trainer"
+class RunIdMismatch(Unavailable):
+    title, waits_on = "Run id mismatch", "trainer"
 
 
 class ServiceUnreachable(Unavailable):

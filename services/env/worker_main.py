@@ -34,7 +34,7 @@ class WorkerProcess:
         self._runner = runner
         self._environments: dict[str, InThreads] = {}
         self._episodes: dict[str, LiveEpisode] = {}
-        self._beginning: set[str] = set()
+        self._starting: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Report readiness, then answer requests until the other end closes the socket.
@@ -47,10 +47,10 @@ class WorkerProcess:
             while (request := await wire.read(reader)) is not None:
                 if request["call"] == "close":
                     self._episodes.pop(request["episode"], None)
-                    self._beginning.discard(request["episode"])
+                    self._starting.discard(request["episode"])
                 else:
                     if request["call"] == "reset":
-                        self._beginning.add(request["episode"])
+                        self._starting.add(request["episode"])
                     running.add(task := group.create_task(self._serve_one(request, writer)))
                     task.add_done_callback(running.discard)
             for task in running:  # no client waits for these requests
@@ -67,7 +67,7 @@ class WorkerProcess:
             )
             answer = wire.encode({"id": request["id"], "error": problem(defect)})
         finally:
-            self._beginning.discard(request.get("episode", ""))
+            self._starting.discard(request.get("episode", ""))
         writer.write(answer)
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ class WorkerProcess:
                 return wire.of_step(await self._episode(request["episode"]).step(request["message"]))
             case "reset":
                 episode = await self._environment(request).reset(request["split"], request["index"], request["seed"])
-                if request["episode"] in self._beginning:  # unless it was closed during the reset
+                if request["episode"] in self._starting:  # unless it was closed during the reset
                     self._episodes[request["episode"]] = episode
                 opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
                 return {**opened, "database": episode.database}

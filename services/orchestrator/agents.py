@@ -65,8 +65,8 @@ class AgentRecorder(Protocol):
         """Give back the tickets that an earlier process held for agents, which are waiting."""
         ...
 
-    async def follow(self, beginning: str) -> None:
-        """Follow the run's beginning: sessions of another one are not this run's."""
+    async def follow(self, run_id: str) -> None:
+        """Set the run's id; sessions with another id are given up."""
         ...
 
     async def settle(self) -> None:

@@ -195,13 +195,13 @@ class Orchestrator:
             except VolleyError as error:
                 _log.warning("sessions of the last step are not settled", reason=str(error))
 
-    async def _begun(self, beginning: str) -> None:
+    async def _begun(self, run_id: str) -> None:
         """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""
-        tracing.follow(self.settings.run, beginning)
-        await self.handover.follow(beginning)
+        tracing.follow(self.settings.run, run_id)
+        await self.handover.follow(run_id)
         if self.recorder is not None:
-            await self.recorder.follow(beginning)
-        for ticket in await self.partials.begin(beginning, (await self.queue.state()).low):
+            await self.recorder.follow(run_id)
+        for ticket in await self.partials.begin(run_id, (await self.queue.state()).low):
             await self.queue.renew(ticket, 0)
 
     async def _n_issued(self) -> int:

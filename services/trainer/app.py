@@ -114,8 +114,8 @@ async def open_trainer(
             executor=thread,
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
-            beginning=publications.beginning,
-            bucket=_store(config, settings, model, publications.beginning, status, plan),
+            run_id=publications.run_id,
+            bucket=_store(config, settings, model, publications.run_id, status, plan),
             has_lost=lambda: publications.has_lost,
             sinks=sinks,
         )
@@ -129,7 +129,7 @@ def _store(
     config: RunConfig,
     settings: TrainerSettings,
     model: Path,
-    beginning: Callable[[], str],
+    run_id: Callable[[], str],
     status: TrainerStatus,
     plan: TrainPlan,
 ) -> RunStore | None:
@@ -138,7 +138,7 @@ def _store(
     status.bucket = settings.bucket
     opened: Callable[[StoreContext], RunStore] = packages.part("bucket.run")
     folder = settings.run_folder
-    return opened(StoreContext(config, settings.bucket, folder, model, beginning, status, plan.settings))
+    return opened(StoreContext(config, settings.bucket, folder, model, run_id, status, plan.settings))
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Origin | None, Path]:

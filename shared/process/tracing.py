@@ -93,10 +93,10 @@ def use(tracer: Tracer | None, run: str = "") -> None:
     _tracer, _run = tracer, run
 
 
-def follow(run: str, beginning: str) -> None:
-    """Follow a beginning of the run: the tickets of each have traces of their own."""
+def follow(run: str, run_id: str) -> None:
+    """Set the run and its id; tickets of another id have other traces."""
     global _run
-    _run = f"{run}/{beginning}"
+    _run = f"{run}/{run_id}"
 
 
 def is_on() -> bool:

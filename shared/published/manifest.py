@@ -132,13 +132,13 @@ class PublishedAdapter:
 class PublishedManifest:
     """Manifest of a version of a run's weights.
 
-    `beginning` names the run's beginning: a run that was emptied and started anew has another. `model` is the Hugging
-    Face config.json of the architecture; `created` is in seconds since 1970; `deltas` are by the digest of the chunk
-    that each makes.
+    `run_id` identifies the run; one that was restarted in an emptied folder has another. `model` is the Hugging Face
+    config.json of the architecture; `created` is in seconds since 1970; `deltas` are by the digest of the chunk that
+    each makes.
     """
 
     run: str
-    beginning: str
+    run_id: str
     version: str
     weights: WeightTree
     model: Mapping[str, Any]
@@ -183,7 +183,7 @@ class PublishedManifest:
         record = {
             "schema": SCHEMA,
             "run": self.run,
-            "beginning": self.beginning,
+            "beginning": self.run_id,
             "version": self.version,
             "digest": self.digest,
             "weights": self.weights.to_json(),
@@ -205,7 +205,7 @@ class PublishedManifest:
             probe, adapter = raw["probe"], raw["adapter"]
             found = cls(
                 run=text_of(raw, "run"),
-                beginning=text_of(raw, "beginning"),
+                run_id=text_of(raw, "beginning"),
                 version=str(WeightVersion.parse(text_of(raw, "version"))),
                 weights=WeightTree.from_json(raw["weights"]),
                 model=dict(raw["model"]),

@@ -34,7 +34,7 @@ class InMemoryQueue:
         self._n_published = self._n_dead = 0
         self._counts = Counter[str]()
         self._lineage: Lineage = ()
-        self._beginning = self._refused = ""
+        self._run_id = self._refused = ""
         self._changed = asyncio.Event()
 
     async def reserve(
@@ -118,7 +118,7 @@ class InMemoryQueue:
         self._epoch = max(self._epoch, epoch, above) + 1
         return self._epoch
 
-    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
+    async def open(self, epoch: int, incarnations: Lineage = (), run_id: str = "") -> None:
         """Open the queue: finished tickets are removed, lost ones issued again, all others delivered again."""
         self._require_owner(epoch)
         self._read.clear()
@@ -128,7 +128,7 @@ class InMemoryQueue:
         known = self._leases.keys() | self._entries.keys()
         lost = {t for t in range(1, self._issued + 1) if t not in known and not self._progress.is_finished(t)}
         self._leases |= dict.fromkeys(lost, _RETURNED)
-        self._lineage, self._beginning, self._is_open = incarnations or ((epoch, 0),), beginning, True
+        self._lineage, self._run_id, self._is_open = incarnations or ((epoch, 0),), run_id, True
         self._changed.set()
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
@@ -179,7 +179,7 @@ class InMemoryQueue:
             strays=self._counts["strays"],
             refused=self._refused,
             lineage=self._lineage,
-            beginning=self._beginning,
+            run_id=self._run_id,
         )
 
     def _require_owner(self, epoch: int) -> None:

@@ -177,7 +177,7 @@ class TicketQueue:
         self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version)
         return self._lineage.epoch
 
-    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
+    async def open(self, epoch: int, incarnations: Lineage = (), run_id: str = "") -> None:
         """Repair the queue in bounded pieces, and open it.
 
         Finished tickets are removed, lost ones will be issued again, all others are delivered again. May be repeated.
@@ -185,10 +185,10 @@ class TicketQueue:
 
         Args:
             incarnations: the run's lineage, this epoch included; by default this epoch alone, from step 0.
-            beginning: name of the run's beginning.
+            run_id: identifier of the run, which changes when it is restarted in an emptied folder.
         """
         lineage = self._owned(epoch)
-        published = [orjson.dumps(incarnations or ((epoch, 0),)).decode(), beginning]
+        published = [orjson.dumps(incarnations or ((epoch, 0),)).decode(), run_id]
         while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK, *published]):
             pass
         counts = await command(self._redis, "HGETALL", self.keys.tries)
@@ -333,7 +333,7 @@ class TicketQueue:
             dead=dead,
             refused=raw.get(b"refused", b"").decode(errors="replace"),
             lineage=lineage,
-            beginning=raw.get(b"beginning", b"").decode(errors="replace"),
+            run_id=raw.get(b"beginning", b"").decode(errors="replace"),
         )
 
     def _owned(self, epoch: int) -> _Lineage:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from shared.errors import ConfigError
 
-BEGINNING = "beginning"
+RUN_ID = "beginning"
 type Record = Literal["samples", "evals", "mixture"]
 """Records that the orchestrator writes and hands over to the trainer."""
 
@@ -179,13 +179,13 @@ class RunFolder:
         return {"samples": self.samples, "evals": self.evals, "mixture": self.mixture}
 
     @property
-    def beginning(self) -> Path:
-        """Copy of the name of the run's beginning, which is in `published` too."""
+    def run_id(self) -> Path:
+        """Copy of the run's identifier, which is in `published` too."""
         return self.path / ".beginning"
 
     @property
-    def recorded_beginning(self) -> Path:
-        """Beginning of the run that an orchestrator's own folder holds records of."""
+    def recorded_run_id(self) -> Path:
+        """Identifier of the run whose records an orchestrator's own folder holds."""
         return self.path / "evals.beginning"
 
     @property

@@ -13,12 +13,12 @@ from services.trainer.record_checks import RecordChecks
 from shared.clients.trainer import TrainerClient
 from shared.data_schema import DataSection
 from shared.errors import (
-    AnotherBeginning,
     ConfigError,
     Conflict,
     Forbidden,
     InputError,
     NotFound,
+    RunIdMismatch,
     TooLarge,
     Unauthorized,
     VolleyError,
@@ -145,8 +145,8 @@ async def test_the_trainer_refuses_what_is_no_line(tmp_path):
     assert not run.evals.exists()
 
 
-async def test_a_folder_without_records_takes_whatever_beginning_comes(tmp_path):
-    """The queue of the run's earlier beginning is there until the trainer opens its own."""
+async def test_a_folder_without_records_accepts_any_run_id(tmp_path):
+    """The queue holds the run's earlier id until the trainer opens its own."""
     own, run = folders(tmp_path)
     async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
         handover = RecordHandover(trainer, own, RunStatus())
@@ -154,12 +154,12 @@ async def test_a_folder_without_records_takes_whatever_beginning_comes(tmp_path)
         await handover.follow("this")
         own.evals.write_bytes(b'{"step":0}\n')
         await handover.follow("this")
-        with pytest.raises(AnotherBeginning):
+        with pytest.raises(RunIdMismatch):
             await RecordHandover(trainer, own, RunStatus()).follow("earlier")
     assert not (own.published / "beginning").exists()
 
 
-async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_path):
+async def test_records_of_another_run_id_are_not_handed_over(tmp_path):
     """The trainer's folder was emptied, the orchestrator's was not."""
     own, run = folders(tmp_path)
     async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
@@ -167,7 +167,7 @@ async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_p
         own.evals.write_bytes(b'{"step":0}\n')
         again = RecordHandover(trainer, own, RunStatus())
         watching = asyncio.create_task(again.watch())
-        with pytest.raises(AnotherBeginning, match="another beginning"):
+        with pytest.raises(RunIdMismatch, match="another run id"):
             await again.follow("second")
         watching.cancel()
         assert not run.evals.exists()
@@ -214,7 +214,7 @@ async def test_a_folder_that_was_lost_gets_back_what_the_trainer_has(tmp_path):
         await after.follow("b")
         own.mixture.unlink()
         await after.restore()
-        assert not own.mixture.exists(), "a folder that knows its beginning was not lost"
+        assert not own.mixture.exists(), "a folder that knows its run id was not lost"
 
 
 async def test_a_trainer_that_is_away_is_waited_for_by_a_folder_that_knows_nothing(tmp_path):

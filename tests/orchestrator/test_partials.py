@@ -96,8 +96,8 @@ class Process:
         runner = EpisodeRunner(tiny_tokenizer(), env, self.balancer, status, BOUNDS, partials=self.partials)
         self.dispatcher = Dispatcher(runner, self.balancer, status, slots=Slots(64), max_attempts=3)
 
-    async def begin(self, beginning="first", low=0):
-        await self.partials.begin(beginning, low)
+    async def begin(self, run_id="first", low=0):
+        await self.partials.begin(run_id, low)
         return self
 
     def loop(self, queue):
@@ -201,14 +201,14 @@ async def test_tokens_of_undone_weights_are_sampled_again():
     killed.cancel()
 
 
-@pytest.mark.parametrize("change", ["beginning", "low", "damage", "task"])
+@pytest.mark.parametrize("change", ["run_id", "low", "damage", "task"])
 async def test_a_record_that_is_not_of_this_sample_is_not_used(change):
     store, env = MemoryStore(), RememberingEnv(n_turns=4, held_at=3)
     killed = await died(store, env, ScriptedEngine())
     if change == "damage":
         store.db.execute("UPDATE partials SET record = x'c1'")
     process = Process(store, RememberingEnv(n_turns=4), ScriptedEngine())
-    await process.begin("second" if change == "beginning" else "first", low=1 if change == "low" else 0)
+    await process.begin("second" if change == "run_id" else "first", low=1 if change == "low" else 0)
     made = replace(spec(1, 0), index=1) if change == "task" else spec(1, 0)
     trajectory = await process.dispatcher.episode(made, "train")
     assert len(process.engine.prompts) == 4

@@ -49,14 +49,14 @@ class RunUnderTest:
         parts = (queue, self.balancer, self.status, gate, loop, self.evaluator)
         self.holds = ServerHolds(self.balancer, 0.5) if holds else None
         self.schedule = RunSchedule(*parts, max_steps=max_steps, begun=self._begun, holds=self.holds)
-        self.beginnings = []
+        self.run_ids = []
 
     @property
     def records(self):
         return [record for record in self.evaluator.records if record.step >= 5]
 
-    async def _begun(self, beginning):
-        self.beginnings.append(beginning)
+    async def _begun(self, run_id):
+        self.run_ids.append(run_id)
 
     def serve(self, epoch, step):
         server = self.balancer.servers[0]

@@ -159,7 +159,7 @@ async def test_a_push_of_weights_that_were_refused_for_good_reads_nothing(update
             await updates.update(offer, None)
     assert len(engine.staging) == 3
     engine.refuses = {}
-    await updates.update(trainer.offer(other, 1, beginning="second"), None)
+    await updates.update(trainer.offer(other, 1, run_id="second"), None)
     assert (updates.current, updates.refused) == (other, None)
 
 
@@ -282,9 +282,9 @@ async def test_an_older_push_is_fenced(updates, trainer):
 async def test_a_run_that_was_begun_anew_is_followed_where_its_trainer_says_so(updates, engine, trainer):
     """And not because somebody pushes."""
     await updates.update(trainer.offer(V[4], 4), None)
-    anew = trainer.offer(V[1], 1, beginning="second")
-    for offer in (anew, trainer.offer(V[5], 5, beginning="second")):
-        with pytest.raises(Conflict, match="another beginning"):
+    anew = trainer.offer(V[1], 1, run_id="second")
+    for offer in (anew, trainer.offer(V[5], 5, run_id="second")):
+        with pytest.raises(Conflict, match="another run id"):
             await updates.update(offer, None)
     trainer.newest = trainer.offer(V[2], 2)  # an older trainer that still runs
     await updates.catch_up()
@@ -293,7 +293,7 @@ async def test_a_run_that_was_begun_anew_is_followed_where_its_trainer_says_so(u
     await updates.catch_up()
     assert updates.current == V[1]
     assert is_right(engine, V[1], 1)
-    assert updates.state.beginnings == 1
+    assert updates.state.n_resets == 1
 
 
 async def test_without_sources_that_have_it_the_old_weights_serve(updates, trainer):

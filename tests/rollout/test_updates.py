@@ -222,7 +222,7 @@ async def test_a_version_that_was_set_aside_as_damaged_serves_until_a_newer_one_
     (tmp_path / BAD).mkdir()
     (tmp_path / "e000001-s000002").rename(tmp_path / BAD / "e000001-s000002")
     await updates.catch_up()
-    assert (updates.current, updates.state.beginnings) == ("e000001-s000002", 0)
+    assert (updates.current, updates.state.n_resets) == ("e000001-s000002", 0)
     publish(tmp_path, "e000002-s000001")
     await updates.catch_up()
     assert updates.current == "e000002-s000001"
@@ -255,7 +255,7 @@ async def test_a_push_that_serves_meanwhile_is_not_undone_by_the_watcher(
         await asyncio.sleep(0.05)
         publish(tmp_path, "e000002-s000000")
         engine.stages.set()
-    assert (updates.current, updates.state.beginnings) == ("e000002-s000000", 0)
+    assert (updates.current, updates.state.n_resets) == ("e000002-s000000", 0)
 
 
 async def test_a_commit_without_an_answer_leaves_nothing_that_serves(

@@ -192,7 +192,7 @@ class SmallRun:
     async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
         return max(epoch, above) + 1
 
-    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None: ...
+    async def open(self, epoch: int, incarnations: Lineage = (), run_id: str = "") -> None: ...
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         await asyncio.sleep(0.002)

@@ -186,10 +186,10 @@ class FakeQueue:
         self.events.append(f"put back {ticket}")
         self.entries.append(StreamEntry(f"{ticket}-1", ticket, payload, 1))
 
-    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
+    async def open(self, epoch: int, incarnations: Lineage = (), run_id: str = "") -> None:
         await self._answer()
         self.events.append("open")
-        self.told = incarnations, beginning
+        self.told = incarnations, run_id
 
     async def leave(self, epoch: int, refused: str = "") -> None:
         await self._answer()

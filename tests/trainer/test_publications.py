@@ -164,29 +164,29 @@ def test_a_successor_removes_what_it_replaces_and_never_the_reverse(tmp_path):
     assert len(list(tmp_path.glob("e000002-*"))) == 1
 
 
-def test_a_beginning_outlives_trainers_and_not_the_folder(tmp_path):
-    root, beginnings = tmp_path / "published", []
+def test_a_run_id_outlives_trainers_and_not_the_folder(tmp_path):
+    root, run_ids = tmp_path / "published", []
     for epoch in (1, 2):
         made = Publications(root, "r")
-        beginnings.append(manifest_of(made, published(made, 1, steps(1)[0], epoch)).beginning)
+        run_ids.append(manifest_of(made, published(made, 1, steps(1)[0], epoch)).run_id)
         made.close()
     shutil.rmtree(root)
     made = Publications(root, "r")
-    beginnings.append(manifest_of(made, published(made, 1, steps(1)[0])).beginning)
-    assert beginnings[0] == beginnings[1] != beginnings[2]
+    run_ids.append(manifest_of(made, published(made, 1, steps(1)[0])).run_id)
+    assert run_ids[0] == run_ids[1] != run_ids[2]
 
 
 @pytest.mark.parametrize("lost", [["published"], [".beginning"], ["published", ".beginning"]])
-def test_a_beginning_outlives_its_files_while_there_is_a_log(tmp_path, lost):
+def test_a_run_id_outlives_its_files_while_there_is_a_log(tmp_path, lost):
     folder = RunFolder(tmp_path)
     known = run_id(folder.published)
-    folder.recorded_beginning.write_text(known, encoding="utf-8")  # by the orchestrator
+    folder.recorded_run_id.write_text(known, encoding="utf-8")  # by the orchestrator
     (folder.archive / "e000001").mkdir(parents=True)
     (folder.archive / "e000001/s000001.json").write_bytes(b"{}")
     for name in lost:
         remove(tmp_path / name)
     assert run_id(folder.published) == known
-    assert folder.beginning.read_text(encoding="utf-8") == known
+    assert folder.run_id.read_text(encoding="utf-8") == known
     (folder.published / "beginning").write_bytes(b"")
     assert run_id(folder.published) == known
 

@@ -84,7 +84,7 @@ def write_json(path: Path, value: Any) -> None:
 def began(folder: RunFolder) -> bytes:
     """Return the identifier that changes when a run begins again in the emptied folder; empty if there is none."""
     with suppress(OSError):
-        return read_file(folder.beginning, 1024)
+        return read_file(folder.run_id, 1024)
     return b""
 
 

@@ -64,8 +64,8 @@ def clear(folder: RunFolder) -> None:
                 for path in folder.redis.iterdir():
                     if path.name != "redis.lock":
                         _remove(path)
-        records = (*folder.handed_over.values(), folder.recorded_beginning, folder.ledger, folder.handovers)
-        others = (folder.saved, folder.demonstrations, folder.published, folder.pulled(""), folder.beginning)
+        records = (*folder.handed_over.values(), folder.recorded_run_id, folder.ledger, folder.handovers)
+        others = (folder.saved, folder.demonstrations, folder.published, folder.pulled(""), folder.run_id)
         databases = [
             path for first in (folder.partials, folder.sessions) for path in folder.path.glob(f"{first.name}*")
         ]

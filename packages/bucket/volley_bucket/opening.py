@@ -20,11 +20,11 @@ _CHECKPOINT_BYTES_A_NUMBER, _BESIDE_BYTES = 40, 64 * 2**20
 
 def open_run(context: StoreContext) -> RunBucket:
     """Return the store of the run's folder."""
-    config, status, beginning = context.config, context.status, context.beginning
+    config, status, run_id = context.config, context.status, context.run_id
     bucket, folder, run = Bucket(context.address), RunFolder(context.run_folder), config.run.name
     most = _CHECKPOINT_BYTES_A_NUMBER * ModelConfig.read(context.model_folder).n_numbers + _BESIDE_BYTES
     of_step = archive.MAX_GROUP_BYTES * config.trainer.groups_per_step
     check = partial(check_settings, settings=context.settings)
-    restore = FolderRestore(bucket, folder, run, beginning, most, of_step, check)
-    writer = BucketWriter(bucket, folder, run, beginning)
+    restore = FolderRestore(bucket, folder, run, run_id, most, of_step, check)
+    writer = BucketWriter(bucket, folder, run, run_id)
     return RunBucket(restore, writer, folder, status, config.services.limits.grace_s / 2)

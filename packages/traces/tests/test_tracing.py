@@ -35,7 +35,7 @@ def _recorded(*of: str) -> dict[str, ReadableSpan]:
     """Record the spans of a small piece of work."""
     kept = Kept()
     with exporting(kept, "test", "r"):
-        tracing.follow("r", "beginning")
+        tracing.follow("r", "run_id")
         for name in of:
             with tracing.span(name, parent=tracing.of_ticket(7)):
                 pass
@@ -62,8 +62,8 @@ def test_processes_find_the_same_trace_for_a_ticket_of_a_run() -> None:
 def test_tickets_of_another_run_or_beginning_have_other_traces() -> None:
     with exporting(Kept(), "test", "r"):
         places = []
-        for run, beginning, ticket in (("r", "a", 1), ("r", "a", 2), ("r", "b", 1), ("s", "a", 1)):
-            tracing.follow(run, beginning)
+        for run, run_id, ticket in (("r", "a", 1), ("r", "a", 2), ("r", "b", 1), ("s", "a", 1)):
+            tracing.follow(run, run_id)
             places.append(tracing.of_ticket(ticket))
         assert len({place.trace_id for place in places if place}) == 4
 

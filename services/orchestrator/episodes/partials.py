@@ -6,7 +6,7 @@ stored turn as before, one that lost it plays them again with the same seed. Sto
 as the conversation is the same, token by token; spans and log-probabilities are those that were stored.
 
 Invariants
-- A record belongs to a beginning of the run, a ticket and a sample; others never see it.
+- A record belongs to one run id, ticket and sample; others never see it.
 - Tokens of weights that were undone or are too old are never used (see `TurnSampler`).
 - The store only saves work: without it, the same tickets are generated anew.
 """
@@ -57,7 +57,7 @@ class PartialRollouts:
 
     store: Store | None
     is_stopping: bool = False
-    _beginning: str | None = None
+    _run_id: str | None = None
 
     def keeps(self, spec: SamplingSpec) -> bool:
         """True if the environment's episode of a cancelled sample is kept for the next start."""
@@ -72,17 +72,17 @@ class PartialRollouts:
         """Keep what is running: environments' episodes are not deleted from now on, if there is a store."""
         self.is_stopping = True
 
-    async def begin(self, beginning: str, low: int) -> list[int]:
-        """Follow a beginning of the run; forget the records of others, and of tickets up to `low`, which are finished.
+    async def begin(self, run_id: str, low: int) -> list[int]:
+        """Set the run's id; delete records of other ids, and of tickets up to `low`, which are finished.
 
         Returns:
             at the first call, the tickets with records: an earlier process has left them.
         """
         if self.store is None:
             return []
-        is_first, self._beginning = self._beginning is None, beginning
+        is_first, self._run_id = self._run_id is None, run_id
         await self._write(
-            ("DELETE FROM partials WHERE ticket <= ? OR substr(place, 1, ?) != ?", (low, len(beginning), beginning))
+            ("DELETE FROM partials WHERE ticket <= ? OR substr(place, 1, ?) != ?", (low, len(run_id), run_id))
         )
         rows = await self._read("SELECT DISTINCT ticket FROM partials") if is_first else []
         return [int(ticket) for (ticket,) in rows]
@@ -148,7 +148,7 @@ class PartialRollouts:
             _log.warning("an episode is not stored", error=str(error))
 
     def _place(self, spec: SamplingSpec) -> str:
-        return f"{self._beginning}/{spec.env}/{spec.split}/{spec.index}/{spec.seed}"
+        return f"{self._run_id}/{spec.env}/{spec.split}/{spec.index}/{spec.seed}"
 
 
 def _restored(

@@ -18,7 +18,7 @@ import orjson
 
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
-from shared.errors import AnotherBeginning, DecodeError, InputError, VolleyError
+from shared.errors import DecodeError, InputError, RunIdMismatch, VolleyError
 from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
@@ -43,13 +43,13 @@ class RecordHandover:
         self._offsets, self._is_fresh = dict[Record, int](), True
         self._folder, self._alone, self._begun = folder, asyncio.Lock(), asyncio.Event()
 
-    async def follow(self, beginning: str) -> None:
-        """Send records to a trainer that has started, for this beginning of the run.
+    async def follow(self, run_id: str) -> None:
+        """Start sending records to a trainer of the run with this id.
 
-        Raises AnotherBeginning while the folder holds records of another beginning.
+        Raises RunIdMismatch while the folder holds records of another run id.
         """
-        if beginning:
-            await asyncio.to_thread(_store_beginning, self._folder, beginning)
+        if run_id:
+            await asyncio.to_thread(_store_run_id, self._folder, run_id)
         self._is_fresh = True
         self._begun.set()
 
@@ -64,7 +64,7 @@ class RecordHandover:
                 if not path.exists():
                     await self._fetch(record, path)
 
-        if not self._folder.recorded_beginning.exists():
+        if not self._folder.recorded_run_id.exists():
             waiting = self._status.waiting
             await self._until(fetch, "waiting for the trainer's records")
             self._status.waiting = waiting
@@ -162,20 +162,20 @@ def _put(arriving: Path, path: Path) -> None:
     storage.fsync(path.parent)
 
 
-def _store_beginning(folder: RunFolder, beginning: str) -> None:
-    """Store the beginning; a folder without records accepts any, because the queue may have held an old one first."""
-    path = folder.recorded_beginning
+def _store_run_id(folder: RunFolder, run_id: str) -> None:
+    """Store the run's id; a folder without records accepts any, because the queue may have held an old one first."""
+    path = folder.recorded_run_id
     with storage.storage(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
-        known = path.read_text(encoding="utf-8") if path.exists() else beginning
-        if known != beginning and any(record.exists() for record in folder.handed_over.values()):
-            raise AnotherBeginning(
-                f"{folder.path} holds records of another beginning of the run than the queue",
+        known = path.read_text(encoding="utf-8") if path.exists() else run_id
+        if known != run_id and any(record.exists() for record in folder.handed_over.values()):
+            raise RunIdMismatch(
+                f"{folder.path} holds records of another run id than the queue's",
                 "a starting trainer updates the queue when it is ready; if the trainer's folder was emptied,"
                 " empty this one as well",
             )
-        if known != beginning or not path.exists():
-            storage.replace(path, beginning.encode())
+        if known != run_id or not path.exists():
+            storage.replace(path, run_id.encode())
 
 
 def _size(path: Path) -> int:

@@ -63,7 +63,7 @@ class RunSchedule:
     """Schedule of one run, from now to its end. `state` is the newest snapshot of the queue.
 
     Args:
-        begun: called first for each new epoch, with its beginning of the run.
+        begun: called first for each new epoch, with the run's id.
         holds: holds servers at the version to evaluate while training goes on; None stops training instead.
     """
 
@@ -166,7 +166,7 @@ class RunSchedule:
         if state.ready:
             version = WeightVersion(state.epoch, state.version)
             if state.epoch != self._epoch:
-                await self._begun(state.beginning)
+                await self._begun(state.run_id)
                 self._lineage, self._epoch = state.lineage or ((state.epoch, 0),), state.epoch
                 self._evaluator.follow(self._lineage)
             self._loop.update_queue_state(state, leased)

@@ -98,7 +98,7 @@ class GenerationRunner:
     async def _trusted[T](self, n: int, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of n requests if the weights can still be used. Raises Unavailable if not."""
         self._admit(n)
-        beginnings = self.updates.state.beginnings
+        n_resets = self.updates.state.n_resets
         self.n_requests += n
         try:
             found = await work()
@@ -107,7 +107,7 @@ class GenerationRunner:
             self._ended.set()
         if (wrong := self.updates.why_not_ready()) is not None:
             raise wrong
-        if self.updates.state.beginnings != beginnings:
+        if self.updates.state.n_resets != n_resets:
             raise NotReady("weights that served meanwhile are not to be trusted", "send the request again")
         return found
 

@@ -23,13 +23,13 @@ class VersionFence:
         found: StagedWeights,
         newest: WeightVersion | None,
         serving: StagedUpdate | None,
-        beginning: str | None = None,
+        run_id: str | None = None,
     ) -> None:
         """Raises Conflict for outdated weights, which an older trainer may still send; WeightsError for another base.
 
         Args:
             newest: the run's newest known version.
-            beginning: the beginning of the run that published the weights.
+            run_id: identifier of the run that published the weights.
         """
         version = WeightVersion.of_name(found.version)
         if version is None:
@@ -38,11 +38,11 @@ class VersionFence:
             raise Conflict(f"{found.version} is of an earlier epoch than {newest}, the run's newest")
         if self.served is None:
             return
-        published = beginning is not None and self.served.beginning is not None
-        if published and beginning != self.served.beginning:
+        published = run_id is not None and self.served.run_id is not None
+        if published and run_id != self.served.run_id:
             raise Conflict(
-                f"{found.version} is of another beginning of the run than {self.served.version}, which has served",
-                "if the run was restarted in an empty folder, its trainer says so when this server asks it next",
+                f"{found.version} has another run id than {self.served.version}, which has served",
+                "if the run was restarted in an empty folder, wait until this server has asked its trainer again",
             )
         if version < WeightVersion.parse(self.served.version):
             raise Conflict(
@@ -50,9 +50,7 @@ class VersionFence:
                 "a server of a run only moves forward",
             )
         base = found.base.digest if found.base else None
-        alike = published == (
-            beginning is not None or self.served.beginning is not None
-        )  # else digests are of other kinds
+        alike = published == (run_id is not None or self.served.run_id is not None)  # else digests are of other kinds
         if alike and self.served.base != base:
             raise WeightsError(
                 f"{found.version} builds on base {base or 'nothing'},"

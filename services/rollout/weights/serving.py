@@ -21,8 +21,8 @@ class StagedUpdate:
     """Weights that the engine has loaded: from `path`, or as a published version if `path` is None.
 
     `digest`, `checksum` and the probe identify them; `timings` are durations in seconds; `base` is the digest of the
-    base if they are adapters. For a published version `manifest` is the digest of its manifest, `beginning` identifies
-    the beginning of the run that published it, and `chunks` are those that other servers may pull from here.
+    base if they are adapters. For a published version `manifest` is the digest of its manifest, `run_id` identifies
+    the run that published it, and `chunks` are those that other servers may pull from here.
     """
 
     path: Path | None
@@ -34,7 +34,7 @@ class StagedUpdate:
     probe_noise: np.ndarray | None = None
     base: str | None = None
     manifest: str | None = None
-    beginning: str | None = None
+    run_id: str | None = None
     chunks: frozenset[str] = frozenset()
 
     @classmethod
@@ -72,7 +72,7 @@ class StagedUpdate:
 class NothingServes:
     """No weights were committed yet, or the run was restarted in an emptied folder since."""
 
-    beginnings: int = 0
+    n_resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Serving:
     version: str
     update: StagedUpdate | None = None
     passed: str | None = None
-    beginnings: int = 0
+    n_resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ class Distrusted:
     """The engine's arrays are not those that were loaded; no answer leaves until other weights are committed."""
 
     reason: str
-    beginnings: int
+    n_resets: int
 
 
 type ServingState = NothingServes | Serving | Distrusted
-"""`beginnings` counts how often serving weights were found not to be the run's; no answer may span two counts."""
+"""`n_resets` counts how often the serving weights turned out not to be the run's; no answer may span a reset."""
 
 
 def is_newer(candidate: str, state: ServingState) -> bool:

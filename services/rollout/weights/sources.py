@@ -28,13 +28,13 @@ from shared.published.order import drawn
 
 
 class OpenedWeights(Protocol):
-    """Weights to stage; `beginning` identifies the beginning of the run that published them, if it is known."""
+    """Weights to stage; `run_id` identifies the run that published them, if it is known."""
 
     @property
     def found(self) -> StagedWeights: ...
 
     @property
-    def beginning(self) -> str | None: ...
+    def run_id(self) -> str | None: ...
 
     async def load(self, engine: Engine) -> StagedUpdate:
         """Raises WeightsError, Unavailable, OutOfMemory and StorageFull."""
@@ -48,7 +48,7 @@ class WeightsInFolder:
     path: Path
     read: Callable[[], StagedWeights]
     found: StagedWeights
-    beginning: None = None
+    run_id: None = None
 
     @classmethod
     async def opened(cls, path: Path, read: Callable[[], StagedWeights]) -> Self:
@@ -94,7 +94,7 @@ class WeightsInBucket:
     copy: VersionCopy
     found: StagedWeights
     started: float
-    beginning: None = None
+    run_id: None = None
 
     async def load(self, engine: Engine) -> StagedUpdate:
         n_bytes = await asyncio.to_thread(self.copy.fetch, self.found)
@@ -129,8 +129,8 @@ class WeightsInChunks:
         return cls(puller, offer, manifest, replace(found, seed=seed), seed, retained)
 
     @property
-    def beginning(self) -> str | None:
-        return self.manifest.beginning
+    def run_id(self) -> str | None:
+        return self.manifest.run_id
 
     async def load(self, engine: Engine) -> StagedUpdate:
         chunks = {chunk.blake3: chunk for tree in self.manifest.trees for chunk in drawn(tree.chunks, self.seed)}
@@ -144,7 +144,7 @@ class WeightsInChunks:
             staged = StagedUpdate.of(self.found, None, await engine.stage(self.found, pulling))
             pulled = await pulling
         timings = {**pulled, **staged.timings}
-        return replace(staged, timings=timings, manifest=name, beginning=self.beginning, chunks=passed_on)
+        return replace(staged, timings=timings, manifest=name, run_id=self.run_id, chunks=passed_on)
 
     def _deltas(self, chunk: Chunk) -> list[Delta]:
         return self.manifest.delta_chain(chunk, self.puller.chunks.__contains__)

@@ -4,11 +4,11 @@ All updates go through `update`. The trainer announces each version and its sour
 missed an announcement asks the trainer, and watches the folder of checkpoints while no trainer answers.
 
 Invariants: one update at a time; the engine loads the same bytes that it has hashed, and reads them once; a version
-that fails leaves the serving one unchanged; a server never goes back to an older version of the same beginning of the
-run; staging or committing a version that is already staged or serving succeeds without work, so an announcement and the
-watcher may coincide; while a version is held, no other one is committed. The engine's arrays are checked after every
-commit and every `AUDIT_S`. If they are not those that were loaded, no answer leaves, also not of requests that end
-after other weights serve; the next commit empties the prefix cache.
+that fails leaves the serving one unchanged; a server never goes back to an older version of the same run; staging or
+committing a version that is already staged or serving succeeds without work, so an announcement and the watcher may
+coincide; while a version is held, no other one is committed. The engine's arrays are checked after every commit and
+every `AUDIT_S`. If they are not those that were loaded, no answer leaves, also not of requests that end after other
+weights serve; the next commit empties the prefix cache.
 """
 
 from __future__ import annotations
@@ -283,12 +283,12 @@ class WeightUpdater:
         return offer
 
     async def _forget_if_run_restarted(self, offer: WeightOffer) -> None:
-        """Forget the serving weights if the run was restarted since: its trainer then names another beginning."""
+        """Forget the serving weights if the run was restarted since: its trainer then names another run id."""
         served, puller = self._fence.served, self.puller
-        if puller is None or served is None or served.beginning is None or served.manifest == offer.manifest.blake3:
+        if puller is None or served is None or served.run_id is None or served.manifest == offer.manifest.blake3:
             return
         async with self._lock.for_update():
-            if (await pulled_manifest(puller, offer)).beginning != served.beginning:
+            if (await pulled_manifest(puller, offer)).run_id != served.run_id:
                 self._forget(offer.version)
 
     async def _newest_folder(self, root: Path) -> Path | None:
@@ -300,13 +300,13 @@ class WeightUpdater:
 
     def _forget(self, newest: str) -> None:
         _log.warning("run restarted from an empty folder", newest=newest, current=self.current)
-        self.state, self.staged = NothingServes(self.state.beginnings + 1), None
+        self.state, self.staged = NothingServes(self.state.n_resets + 1), None
         self._fence, self._failures, self._holds = VersionFence(), LoadFailures(), VersionHolds()
 
     async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> StagedUpdate:
         start = time.perf_counter()
         async with self._opened(wanted, name) as (opened, newest):
-            self._fence.check(opened.found, newest, self._serving, opened.beginning)
+            self._fence.check(opened.found, newest, self._serving, opened.run_id)
             if (same := self._loaded_already(opened.found)) is not None:
                 return same
             self.staged = None
@@ -384,7 +384,7 @@ class WeightUpdater:
             raise WeightsError(
                 f"{version} was committed, but {wrong}", "the server takes no requests until weights serve as loaded"
             )
-        self.state, self.staged = Serving(version, staged, passed, self.state.beginnings), None
+        self.state, self.staged = Serving(version, staged, passed, self.state.n_resets), None
         self._fence.advance(staged)
         if self.puller is not None:
             await self.puller.retain(staged.chunks)
@@ -409,7 +409,7 @@ class WeightUpdater:
         return WeightVersion.parse(newest.name) if newest else None
 
     def _distrust(self, version: str, reason: str) -> None:
-        self.state = Distrusted(f"{version} does not serve as it was loaded: {reason}", self.state.beginnings + 1)
+        self.state = Distrusted(f"{version} does not serve as it was loaded: {reason}", self.state.n_resets + 1)
         self.staged = None
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)

@@ -23,10 +23,10 @@ from shared.run.commits import CommitLog
 class Collaborators:
     """Objects that the train loop works with.
 
-    `warm_start` returns early if a stop is asked for. `publish` notifies the servers of a version. `beginning`
-    identifies the beginning of the run. `bucket` copies the run's folder to its bucket, if it has one. `has_lost` is
-    true if the newest version must be published again. `sinks` get each line of `metrics`. `log` bounds a fork, which
-    trains from another run's log.
+    `warm_start` returns early if a stop is asked for. `publish` notifies the servers of a version. `run_id` returns the
+    run's identifier. `bucket` copies the run's folder to its bucket, if it has one. `has_lost` is true if the newest
+    version must be published again. `sinks` get each line of `metrics`. `log` bounds a fork, which trains from another
+    run's log.
     """
 
     backend: TrainerBackend
@@ -41,7 +41,7 @@ class Collaborators:
     executor: Executor
     warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
-    beginning: Callable[[], str]
+    run_id: Callable[[], str]
     bucket: RunStore | None = None
     has_lost: Callable[[], bool] = lambda: False
     sinks: MetricsFanout = field(default_factory=MetricsFanout)

@@ -19,14 +19,14 @@ from shared.types import WeightVersion
 class StoreContext:
     """Parts of the trainer that a store uses.
 
-    `beginning` returns the name of the run's beginning. `settings` are those that a restored run must agree with.
+    `run_id` returns the run's identifier. `settings` are those that a restored run must agree with.
     """
 
     config: RunConfig
     address: str
     run_folder: Path
     model_folder: Path
-    beginning: Callable[[], str]
+    run_id: Callable[[], str]
     status: TrainerStatus
     settings: Flat
 

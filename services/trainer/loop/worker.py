@@ -1,7 +1,7 @@
 """One incarnation of the trainer, from an empty process to its end.
 
 Startup: recover the weights of the last logged step (or warm start a new model), take over the queue under a new epoch,
-repair the files after a crash, make the beginning of the epoch durable and publish its weights. Then the train loop
+repair the files after a crash, make the start of the epoch durable and publish its weights. Then the train loop
 runs until a stop, which lets the running step end and makes a checkpoint of it.
 """
 
@@ -30,7 +30,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state
 from shared.types import Group, WeightVersion
 
-_BEGINNINGS = 5
+_EPOCH_ATTEMPTS = 5
 _log = telemetry.Log("worker")
 
 
@@ -107,7 +107,7 @@ class TrainerWorker:
             _log.warning("the lineage branches", run=self._status.run, reason=self._status.branched)
 
     def _start(self, found: Recovered | None, state: TrainerState) -> WeightVersion:
-        """Make the beginning of the epoch durable; return the newest checkpoint.
+        """Make the start of the epoch durable; return the newest checkpoint.
 
         Writes a checkpoint, or only a commit record if steps were replayed.
         """
@@ -124,10 +124,10 @@ class TrainerWorker:
         Until it is fenced, an older trainer may make more steps durable. Then this one recovers again, from those; it
         opens the queue only once there are none, so other services never see the run go back.
         """
-        beginning = await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(self._parts.beginning))
-        tracing.follow(self._status.run, beginning)
-        for _ in range(_BEGINNINGS):
-            if not await asyncio.to_thread(self._is_newest, found):  # beginning from an older step would lose groups
+        run_id = await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(self._parts.run_id))
+        tracing.follow(self._status.run, run_id)
+        for _ in range(_EPOCH_ATTEMPTS):
+            if not await asyncio.to_thread(self._is_newest, found):  # starting from an older step would lose groups
                 found = await self._recovery.recover()
             self._status.phase = "starting"
             known = await asyncio.to_thread(self._with_ended_tickets, found)
@@ -140,7 +140,7 @@ class TrainerWorker:
             ):
                 begun = await asyncio.to_thread(self._state_of_epoch, known, epoch)
                 await self._waiter.call_queue(
-                    lambda epoch=epoch, begun=begun: self._parts.queue.open(epoch, begun.lineage, beginning)
+                    lambda epoch=epoch, begun=begun: self._parts.queue.open(epoch, begun.lineage, run_id)
                 )
                 self._epoch = epoch
                 if found is not None and (found.undone or found.lost):

@@ -120,7 +120,7 @@ class Publications:
         self.has_lost = False
         store = self._open(version.epoch)
         weights, take_s = self._written(store, model.leaves, model.arrays, self._last)
-        identity = self._run, self.beginning(), str(version)
+        identity = self._run, self.run_id(), str(version)
         plain = PublishedManifest(*identity, weights, model.config, model.probe, time.time(), model.adapter)
         manifest, data = self._with_deltas(plain)
         deltas = manifest.deltas
@@ -220,8 +220,8 @@ class Publications:
                     shutil.rmtree(path, ignore_errors=True)
         return self._chunks
 
-    def beginning(self) -> str:
-        """Name of the run's beginning (see `publishing.run_id`). Blocks."""
+    def run_id(self) -> str:
+        """Identifier of the run (see `publishing.run_id`). Blocks."""
         return run_id(self._root)
 
     def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:

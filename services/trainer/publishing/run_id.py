@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shared.files import storage
 from shared.run import checkpoint_files, commits
-from shared.run.folder import BEGINNING, RunFolder
+from shared.run.folder import RUN_ID, RunFolder
 
 _NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -23,11 +23,11 @@ def run_id(published: Path) -> str:
         published: folder of the run's chunks, directly below the run's folder.
     """
     folder = RunFolder(published.parent)
-    first, copy = published / BEGINNING, folder.beginning
+    first, copy = published / RUN_ID, folder.run_id
     with storage.storage(folder.path):
         found = _read(first)
         if found is None and (checkpoint_files.versions(folder.checkpoints) or commits.versions(folder.archive)):
-            found = _read(copy) or _read(folder.recorded_beginning)
+            found = _read(copy) or _read(folder.recorded_run_id)
         name = found or secrets.token_hex(8)
         for path in (first, copy):
             if _read(path) != name:

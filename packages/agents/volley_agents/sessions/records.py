@@ -26,7 +26,7 @@ class SessionRecord:
 
     `place` names the sample that it plays: two sessions of one place are attempts. `request_id` and `episode_id` are
     those of the environment's episode, which the environment judges if `judged`. `opened` is in seconds since 1970.
-    `beginning` is the run's, whose tickets these are; empty if it was not known yet.
+    `beginning` is the identifier of the run whose tickets these are; empty if it was not known yet.
     """
 
     id: str
@@ -100,7 +100,7 @@ def place_of(spec: SamplingSpec) -> str:
 
 
 def new_record(
-    id_: str, spec: SamplingSpec, opening: Opening, request_id: str, opened: float, beginning: str
+    id_: str, spec: SamplingSpec, opening: Opening, request_id: str, opened: float, run_id: str
 ) -> SessionRecord:
     """Make the record of a session that begins."""
     assert opening.agent is not None
@@ -119,5 +119,5 @@ def new_record(
         opened=opened,
         messages=list(opening.messages),
         tools=list(opening.tools),
-        beginning=beginning,
+        beginning=run_id,
     )

@@ -45,7 +45,7 @@ class Sessions:
         ttl_s: how long a session may be running.
         max_calls: number of calls that a session may make.
 
-    `beginning` is the name of the run's beginning.
+    `run_id` is the run's identifier.
     """
 
     def __init__(self, path: Path, ttl_s: float, max_calls: int) -> None:
@@ -58,7 +58,7 @@ class Sessions:
         self._alone, self._opened, self._offered = asyncio.Lock(), asyncio.Event(), asyncio.Event()
         self._offers: list[AgentSession] = []
         self._claiming = asyncio.Lock()
-        self.beginning = ""
+        self.run_id = ""
 
     async def work(self) -> None:
         """Worker: read what an earlier process has stored, and run the calls of all sessions, until cancelled."""
@@ -99,7 +99,7 @@ class Sessions:
     async def begin(self, spec: SamplingSpec, opening: Opening, request_id: str) -> AgentSession:
         """Begin the session of a sample."""
         store = await self._open()
-        record = new_record(secrets.token_hex(8), spec, opening, request_id, time.time(), self.beginning)
+        record = new_record(secrets.token_hex(8), spec, opening, request_id, time.time(), self.run_id)
         row = (record.id, record.encode(), "running", "", None, "", "", expires := time.time() + self.ttl_s, 0)
         await store.write(("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row))
         session = AgentSession(record, store, self._max_calls, self._spawn, expires=expires)
@@ -114,12 +114,12 @@ class Sessions:
         return next((one for one in self._open_ones() if one.record.place == place and self._is_own(one)), None)
 
     def _is_own(self, session: AgentSession) -> bool:
-        return session.record.beginning in ("", self.beginning)
+        return session.record.beginning in ("", self.run_id)
 
-    async def follow(self, beginning: str) -> None:
-        """Follow a beginning of the run; sessions of another one are given up: its tickets have the same numbers."""
+    async def follow(self, run_id: str) -> None:
+        """Set the run's id; give up sessions of another id, whose tickets have the same numbers."""
         await self._opened.wait()
-        self.beginning = beginning
+        self.run_id = run_id
         for session in [one for one in self._open_ones() if not self._is_own(one) and not one.has_running_sample]:
             await session.void("the run began anew")
 

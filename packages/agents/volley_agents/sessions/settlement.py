@@ -75,7 +75,7 @@ class SessionSettlement:
     ) -> None:
         self._sessions, self._trainer, self._environments = sessions, trainer, environments
         self._evaluated, self._known, self._offset = evaluated, Dispositions(), 0
-        self._beginning, self._alone = "", asyncio.Lock()
+        self._run_id, self._alone = "", asyncio.Lock()
 
     async def watch(self) -> None:
         """Worker: settle sessions until cancelled."""
@@ -104,8 +104,8 @@ class SessionSettlement:
 
     async def _read(self) -> None:
         """Read what is new in the ledger; a run that began anew has another ledger."""
-        if self._beginning != self._sessions.beginning:
-            self._beginning, self._known, self._offset = self._sessions.beginning, Dispositions(), 0
+        if self._run_id != self._sessions.run_id:
+            self._run_id, self._known, self._offset = self._sessions.run_id, Dispositions(), 0
         while True:
             lines, after = await self._trainer.record("ledger", self._offset)
             for line in lines:

@@ -49,8 +49,8 @@ class SessionRecorder:
             with suppress(QueueUnavailable):
                 await queue.renew(ticket, 0)
 
-    async def follow(self, beginning: str) -> None:
-        await self._sessions.follow(beginning)
+    async def follow(self, run_id: str) -> None:
+        await self._sessions.follow(run_id)
 
     async def settle(self) -> None:
         if self._sessions.tickets():

@@ -20,7 +20,7 @@ from volley_bucket.run.head import HEAD, MAX_BYTES, BucketHead
 from volley_bucket.run.restore import FolderRestore
 from volley_bucket.run.writer import BucketWriter
 
-BEGINNING = "0123456789abcdef"
+RUN_ID = "0123456789abcdef"
 
 
 class Run:
@@ -76,7 +76,7 @@ class Run:
 
 
 def writer(bucket: Bucket, folder: RunFolder, name: str = "r") -> BucketWriter:
-    return BucketWriter(bucket, folder, name, lambda: BEGINNING)
+    return BucketWriter(bucket, folder, name, lambda: RUN_ID)
 
 
 def anything(state: TrainerState) -> None:
@@ -90,7 +90,7 @@ def restore(
     most: int = 2**20,
     check: Callable[[TrainerState], None] = anything,
 ) -> WeightVersion | None:
-    one = FolderRestore(bucket, RunFolder(path), name, lambda: BEGINNING, most, 2**20, check)
+    one = FolderRestore(bucket, RunFolder(path), name, lambda: RUN_ID, most, 2**20, check)
     return one.run() if one.is_wanted else None
 
 

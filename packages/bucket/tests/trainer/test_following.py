@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from packages.bucket.tests.trainer.runs import BEGINNING, Run, anything, head, restore, writer
+from packages.bucket.tests.trainer.runs import RUN_ID, Run, anything, head, restore, writer
 from services.trainer.loop.pending import PendingWork
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
@@ -51,7 +51,7 @@ async def _following(run: Run, slow: SlowBucket, end_s: float) -> tuple[RunBucke
     run.step(save=True)
     assert run.saved is not None
     status = TrainerStatus("r", 1, phase="done")
-    one = FolderRestore(slow, run.folder, "r", lambda: BEGINNING, 2**20, 2**20, anything)
+    one = FolderRestore(slow, run.folder, "r", lambda: RUN_ID, 2**20, 2**20, anything)
     followed = RunBucket(one, writer(slow, run.folder), run.folder, status, end_s)
     pending = PendingWork(run.state, run.saved)
     following = asyncio.create_task(followed.follow(lambda: pending, 1))
@@ -94,7 +94,7 @@ async def test_a_stop_ends_a_start_that_waits_for_its_bucket(
     Run(tmp_path / "r", bucket).upload()
     goes_on, status = threading.Event(), TrainerStatus("r", 1)
     new = RunFolder(tmp_path / "new" / "r")
-    one = FolderRestore(bucket, new, "r", lambda: BEGINNING, 2**20, 2**20, anything)
+    one = FolderRestore(bucket, new, "r", lambda: RUN_ID, 2**20, 2**20, anything)
     followed = RunBucket(one, writer(bucket, new), new, status, 600.0)
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "read_tagged", lambda *_: goes_on.wait() and None)
@@ -133,7 +133,7 @@ async def test_a_folder_that_is_behind_the_queue_waits_for_its_bucket(
 
     if how == "lost":
         bucket.remove([HEAD])
-    one, real = FolderRestore(bucket, run.folder, "r", lambda: BEGINNING, 2**20, 2**20, anything), Bucket.read_tagged
+    one, real = FolderRestore(bucket, run.folder, "r", lambda: RUN_ID, 2**20, 2**20, anything), Bucket.read_tagged
     followed = RunBucket(one, writer(bucket, run.folder), run.folder, status, 600.0)
     monkeypatch.setattr(Bucket, "read_tagged", deaf)
     monkeypatch.setattr("volley_bucket.run.run_bucket._CHECK_S", 0.05)

@@ -10,7 +10,7 @@ import blake3
 import orjson
 import pytest
 
-from packages.bucket.tests.trainer.runs import BEGINNING, Run, every, head, restore
+from packages.bucket.tests.trainer.runs import RUN_ID, Run, every, head, restore
 from services.trainer.checkpoints.store import CheckpointFolders
 from shared.errors import ConfigError, VolleyError, WeightsError
 from shared.run import commits
@@ -47,9 +47,7 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in HOSTILE.items() for value in values])
 def test_names_and_numbers_of_a_head_are_checked(key: str, value: Any) -> None:
-    good = BucketHead(
-        "r", BEGINNING, BEGINNING, 1, (1,), WeightVersion(1, 1), ((1, 0),), (("e000001-s000001", "0" * 64),)
-    )
+    good = BucketHead("r", RUN_ID, RUN_ID, 1, (1,), WeightVersion(1, 1), ((1, 0),), (("e000001-s000001", "0" * 64),))
     assert BucketHead.from_json(good.to_json()) == good
     with pytest.raises(WeightsError):
         BucketHead.from_json(orjson.dumps(orjson.loads(good.to_json()) | {key: value}))

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from packages.bucket.tests.trainer.runs import (
-    BEGINNING,
+    RUN_ID,
     FailingBucket,
     Killed,
     Run,
@@ -62,7 +62,7 @@ def test_a_lost_folder_comes_back_as_it_was(s3: Bucket, tmp_path: Path) -> None:
         "checkpoints.jsonl",  # made again by the next trainer
         *(f"archive/e000001/s00000{step}.json" for step in (1, 2, 3)),
     }
-    assert (run.folder.published / "beginning").read_text(encoding="utf-8") == BEGINNING
+    assert (run.folder.published / "beginning").read_text(encoding="utf-8") == RUN_ID
     assert restore(s3, run.folder.path) is None  # it is not empty
 
 

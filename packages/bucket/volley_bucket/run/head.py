@@ -63,7 +63,7 @@ class Piece:
 class BucketHead:
     """The bucket's owner and contents.
 
-    `folder` is the drawn name of the run's folder that the bucket copies, `beginning` that of the run's beginning.
+    `folder` is the drawn name of the run's folder that the bucket copies, `beginning` the run's identifier.
     `epoch` is the incarnation that wrote this head (0 before the first one), `epochs` are all that the folder has seen.
 
     `version` is the newest step in the bucket, None before the first; the bucket has the log from the first step of its

@@ -29,7 +29,7 @@ from shared.process import telemetry
 from shared.run import archive, checkpoint_files, commits
 from shared.run import state as states
 from shared.run.checkpoint_files import BASE, MANIFEST, Manifest, ManifestFile
-from shared.run.folder import BEGINNING, RunFolder
+from shared.run.folder import RUN_ID, RunFolder
 from shared.run.lineage import epoch_of, in_lineage
 from shared.run.state import STATE, TrainerState
 from shared.types import WeightVersion
@@ -58,7 +58,7 @@ class FolderRestore:
     """Restores an empty folder. Every method blocks, and raises as `Bucket`, and StorageFull.
 
     Args:
-        beginning: returns the identifier of the run's beginning, drawn if there is none.
+        run_id: returns the run's identifier, drawn if there is none.
         max_checkpoint_bytes, max_step_bytes: largest sizes of a checkpoint and of a step's groups.
         check: raises ConfigError if this trainer cannot resume from a state.
     """
@@ -68,12 +68,12 @@ class FolderRestore:
         bucket: Bucket,
         folder: RunFolder,
         run: str,
-        beginning: Callable[[], str],
+        run_id: Callable[[], str],
         max_checkpoint_bytes: int,
         max_step_bytes: int,
         check: Callable[[TrainerState], object],
     ) -> None:
-        self._bucket, self._folder, self._run, self._beginning = bucket, folder, run, beginning
+        self._bucket, self._folder, self._run, self._run_id = bucket, folder, run, run_id
         self._max_checkpoint_bytes, self._max_step_bytes = max_checkpoint_bytes, max_step_bytes
         self._check = check
         self._draft, self._done = RunFolder(folder.path / _DRAFT), RunFolder(folder.path / _DONE)
@@ -118,7 +118,7 @@ class FolderRestore:
         with storage(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
             identity.write(self._folder.bucket)
-        self._claim(BucketHead(self._run, identity.folder, self._beginning(), 0, ()), tag)
+        self._claim(BucketHead(self._run, identity.folder, self._run_id(), 0, ()), tag)
         return None
 
     def _check_never_filled(self) -> None:
@@ -168,7 +168,7 @@ class FolderRestore:
             for name, path in files_of_lines(draft).items():
                 self._fetch_lines(path, head.lines.get(name, ()))
             draft.published.mkdir()
-            for path in (draft.published / BEGINNING, draft.beginning):
+            for path in (draft.published / RUN_ID, draft.run_id):
                 path.write_text(head.beginning, encoding="utf-8")
             identity.write(draft.bucket)
             for path in (draft.path, *draft.path.rglob("*")):
@@ -239,7 +239,7 @@ class FolderRestore:
             self._bucket.download(f"{source}/{file.name}", path, file.size)
 
     def _fetch_records(self, head: BucketHead, state: TrainerState) -> None:
-        """Download the records of steps after the checkpoint, and of later beginnings of epochs. Raises NotFound."""
+        """Download the records of steps after the checkpoint, and of later epochs' starts. Raises NotFound."""
         root = self._draft.archive
         self._fetch_all((commits.path_of(root, v) for v in _steps(head, state.step + 1)), states.MAX_STATE_BYTES)
         for epoch, began in head.lineage:

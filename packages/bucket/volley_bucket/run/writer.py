@@ -47,11 +47,11 @@ class BucketWriter:
     """Uploads a run's folder. Every method blocks, and raises as `Bucket`.
 
     Args:
-        beginning: returns the identifier of the run's beginning.
+        run_id: returns the run's identifier.
     """
 
-    def __init__(self, bucket: Bucket, folder: RunFolder, run: str, beginning: Callable[[], str]) -> None:
-        self._bucket, self._folder, self._run, self._beginning = bucket, folder, run, beginning
+    def __init__(self, bucket: Bucket, folder: RunFolder, run: str, run_id: Callable[[], str]) -> None:
+        self._bucket, self._folder, self._run, self._run_id = bucket, folder, run, run_id
         self._identity: FolderIdentity | None = None
         self._head: BucketHead | None = None  # as this incarnation wrote it; without a step if it was lost
         self._tag: Tag | None = None
@@ -103,7 +103,7 @@ class BucketWriter:
         for _ in range(_TRIES):
             found, tag = find_head(self._bucket, self._run, identity)
             seen = tuple(sorted(archive.epochs(self._folder.archive)))
-            bare = BucketHead(self._run, identity.folder, self._beginning(), epoch, seen)
+            bare = BucketHead(self._run, identity.folder, self._run_id(), epoch, seen)
             is_owned = found is None and self._bucket.address in identity.owns
             is_lost = is_owned and (tag is not None or not self._bucket.is_empty())
             found = found or bare

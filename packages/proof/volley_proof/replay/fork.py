@@ -146,7 +146,7 @@ async def _opened(
         executor=thread,
         warm_start=lambda: opened.warm_start(environments, status, thread),
         publish=_to_nobody,
-        beginning=partial(run_id, folder.published),
+        run_id=partial(run_id, folder.published),
         sinks=sinks,
         log=bounds_of(fork, opened.backend, queue),
     )

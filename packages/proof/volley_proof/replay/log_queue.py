@@ -44,7 +44,7 @@ class LogQueue:
     ) -> int:
         return max(epoch, above) + 1
 
-    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
+    async def open(self, epoch: int, incarnations: Lineage = (), run_id: str = "") -> None:
         pass
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
