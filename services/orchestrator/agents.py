@@ -1,4 +1,4 @@
-"""The part that records agents, which a package brings (group `volley.agents`); an orchestrator has at most one."""
+"""Interface of the agent recorder, which a package provides (group `volley.agents`); at most one is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.web.access import Role
 
 
 class RenewTicket(Protocol):
-    """The part of the queue that a recorder uses."""
+    """Queue methods that a recorder uses."""
 
     async def renew(self, ticket: int, ttl_s: float) -> bool: ...
 
@@ -70,7 +70,7 @@ class AgentRecorder(Protocol):
         ...
 
     async def settle(self) -> None:
-        """Settle the sessions whose tickets have ended. Raises VolleyError."""
+        """Settle the sessions of finished tickets. Raises VolleyError."""
         ...
 
 

@@ -15,10 +15,10 @@ _RETRY_S = 1.0
 
 
 async def retry_while_disk_full[T](write: Callable[[], T], waiting: Callable[[StorageUnavailable | None], None]) -> T:
-    """Repeat the blocking `write` while the disk is full or not writable; only success or cancellation ends it.
+    """Repeat the blocking `write` while the disk is full or not writable, without a deadline.
 
     Args:
-        waiting: called with the error while nothing is written, and with None in the end.
+        waiting: called with the error after each failed write, and with None at the end.
     """
     while True:
         try:

@@ -115,7 +115,7 @@ class Orchestrator:
         return {**facts, "chain": verdict.chain}
 
     def _facts(self) -> dict[str, Any]:
-        status, no_server = self.status, self.balancer.why_none()
+        status, no_server = self.status, self.balancer.why_unroutable()
         state, reason = status.state(no_server)
         queue = self.schedule.state if self.schedule else None
         return {
@@ -127,7 +127,7 @@ class Orchestrator:
             "max_steps": self.settings.max_steps,
             "groups_per_step": self.settings.terms.batch,
             "queue": dataclasses.asdict(queue) if queue else None,
-            "held": self.schedule.n_held if self.schedule else 0,
+            "held": self.schedule.n_leased if self.schedule else 0,
             "episodes_running": status.running,
             "sessions": self.recorder.describe() if self.recorder else {},
             "episodes_limit": self.dispatcher.limit,
@@ -181,7 +181,7 @@ class Orchestrator:
             self._ticket_loop(mixture),
             self.evaluator,
             max_steps=settings.max_steps,
-            begun=self._begun,
+            on_epoch=self._on_epoch,
             holds=ServerHolds(self.balancer, share) if (share := settings.generation.eval_share) else None,
         )
         async with asyncio.TaskGroup() as group:
@@ -195,8 +195,8 @@ class Orchestrator:
             except VolleyError as error:
                 _log.warning("sessions of the last step are not settled", reason=str(error))
 
-    async def _begun(self, run_id: str) -> None:
-        """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""
+    async def _on_epoch(self, run_id: str) -> None:
+        """Prepare for a new epoch. At this process's start, tickets of stored episodes are issued again at once."""
         tracing.follow(self.settings.run, run_id)
         await self.handover.follow(run_id)
         if self.recorder is not None:

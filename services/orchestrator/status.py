@@ -1,4 +1,4 @@
-"""Status of the run for people and programs: state, reason, rates, and waits. It counts, and decides nothing."""
+"""Status of the run for people and programs: state, reason, rates, and waits. It makes no decisions."""
 
 from __future__ import annotations
 

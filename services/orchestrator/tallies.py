@@ -1,4 +1,4 @@
-"""Outcomes of each environment's groups, as far as this process has made them."""
+"""Outcomes of each environment's groups that this process generated."""
 
 from __future__ import annotations
 

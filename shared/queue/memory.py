@@ -179,7 +179,7 @@ class InMemoryQueue:
             strays=self._counts["strays"],
             refused=self._refused,
             lineage=self._lineage,
-            run_id=self._run_id,
+            beginning=self._run_id,
         )
 
     def _require_owner(self, epoch: int) -> None:

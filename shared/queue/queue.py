@@ -333,7 +333,7 @@ class TicketQueue:
             dead=dead,
             refused=raw.get(b"refused", b"").decode(errors="replace"),
             lineage=lineage,
-            run_id=raw.get(b"beginning", b"").decode(errors="replace"),
+            beginning=raw.get(b"beginning", b"").decode(errors="replace"),
         )
 
     def _owned(self, epoch: int) -> _Lineage:

@@ -63,9 +63,9 @@ class QueueState:
     `version`, `low` and `void` are the trainer's last commit. `depth` counts queued groups (read but uncommitted ones
     included), `leased` tickets out for generation or waiting to be issued again, `done` finished tickets above `low`,
     `dead` kept poisoned entries. `refused` is why the trainer has stopped training; empty if it has not. `lineage` is
-    the run's since this epoch was opened; `run_id` identifies the run; it changes when a run is emptied
-    and started anew; both are empty if the trainer has not set them. The counters `reissued`, `duplicates` (published
-    twice) and `strays` (published, never issued) only grow.
+    the run's since this epoch was opened; `beginning` identifies the run; it changes when a run is emptied and started
+    anew; both are empty if the trainer has not set them. The counters `reissued`, `duplicates` (published twice) and
+    `strays` (published, never issued) only grow.
     """
 
     issued: int
@@ -83,4 +83,4 @@ class QueueState:
     strays: int
     refused: str = ""
     lineage: Lineage = ()
-    run_id: str = ""
+    beginning: str = ""

@@ -62,9 +62,9 @@ def test_a_server_with_fresh_weights_never_counts_as_lost(state):
     server.leaving = state == "leaving"
     if state == "out":
         balancer.fail(server, "connection reset")
-    assert balancer.why_never() is None
+    assert balancer.why_refused() is None
     server.version = WeightVersion(1, 3)
-    assert balancer.why_never() == "s0 refuses e000001-s000005 for good: lm_head is wrong"
+    assert balancer.why_refused() == "s0 refuses e000001-s000005 for good: lm_head is wrong"
 
 
 @pytest.mark.parametrize(("refused", "counts"), [((1, 5), False), ((2, 4), False), ((2, 5), True), ((2, 6), True)])
@@ -82,7 +82,7 @@ def test_after_a_rollback_the_higher_epoch_wins():
 def test_weights_that_were_undone_stay_out_when_their_step_is_made_again():
     balancer, _ = make((1, 7), (2, 7), (1, 5), target=(2, 7), max_staleness=3)
     assert routable(balancer) == {"s1", "s2"}
-    assert "s0: has e000001-s000007, which was undone" in balancer.why_none(VersionBounds(min_step=8))
+    assert "s0: has e000001-s000007, which was undone" in balancer.why_unroutable(VersionBounds(min_step=8))
 
 
 async def test_a_floor_that_fell_with_the_trainer_wakes_who_waits_for_it():
@@ -90,7 +90,7 @@ async def test_a_floor_that_fell_with_the_trainer_wakes_who_waits_for_it():
     need = VersionBounds(min_step=6)
 
     async def go_back():
-        await balancer.hungry(5)
+        await balancer.wait_for_demand(5)
         need.lower(3)
         balancer.set_target(WeightVersion(2, 3), ((1, 0), (2, 3)))
 
@@ -156,7 +156,7 @@ async def test_waiting_ends_when_a_server_gets_fresh_weights():
     balancer, (server,) = make((1, 3))
 
     async def update():
-        await balancer.hungry(5)
+        await balancer.wait_for_demand(5)
         balancer.observe(server, WeightVersion(1, 5))
 
     async with asyncio.TaskGroup() as group:
@@ -177,11 +177,11 @@ async def test_waiting_ends_when_a_server_gets_fresh_weights():
 )
 def test_where_no_server_can_be_used_the_reason_is_named(versions, reason):
     balancer, _ = make(*versions)
-    assert reason in balancer.why_none(ANY)
+    assert reason in balancer.why_unroutable(ANY)
 
 
 async def test_a_newer_target_takes_a_lagging_server_away():
     balancer, (server,) = make((1, 5))
     assert balancer.pick(ANY) is server
     balancer.set_target(WeightVersion(1, 7), ((1, 0),))
-    assert "step 6 is needed" in balancer.why_none()
+    assert "step 6 is needed" in balancer.why_unroutable()

@@ -62,11 +62,11 @@ async def test_a_dead_server_goes_out_and_comes_back_only_when_ready():
         balancer.fail(server, "no answer")
         rollout.silence(60)
         await fleet.refresh()
-        assert "silent for 60 s" in balancer.why_none()
+        assert "silent for 60 s" in balancer.why_unroutable()
         rollout.silence(0)
         server.probe_at = 0
         await fleet.refresh()
-        assert balancer.why_none() is None
+        assert balancer.why_unroutable() is None
 
 
 async def test_refused_weights_of_a_server_are_known_until_it_does_not_answer():
@@ -85,7 +85,7 @@ async def test_a_server_that_does_not_answer_is_out():
     balancer = Balancer(1)
     async with fleet_of(balancer, ["http://127.0.0.1:9"]) as fleet:
         await fleet.refresh()
-    assert "http://127.0.0.1:9" in balancer.why_none()
+    assert "http://127.0.0.1:9" in balancer.why_unroutable()
 
 
 async def test_a_registry_that_is_away_changes_nothing():

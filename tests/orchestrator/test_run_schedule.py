@@ -85,7 +85,7 @@ async def test_a_ticket_stops_waiting_for_weights_that_were_undone(tmp_path):
     run = RunUnderTest(tmp_path, MemoryQueue(version=4, limit=1))
     run.serve(1, 3)
     async with following(run):
-        await until(lambda: run.queue.issued == 1 and "step 4 is needed" in (run.balancer.why_none() or ""))
+        await until(lambda: run.queue.issued == 1 and "step 4 is needed" in (run.balancer.why_unroutable() or ""))
         run.go_back(2, 3)
         await until(lambda: 1 in run.queue.published)
     group = Group.decode(run.queue.published[1])

@@ -89,14 +89,14 @@ async def test_the_teacher_of_an_environment_grades_its_episodes_within_its_own_
         }
         teaching = TeachingByEnvironment(servers.teacher_of, of)
         for env, asked in (("maths@1f2e", (1, 0)), ("chess", (1, 1))):
-            taught = await teaching.taught(replace(plain, env=env), TokenBudget(4))
+            taught = await teaching.add_logprobs(replace(plain, env=env), TokenBudget(4))
             assert taught.teacher_logprobs is not None
             assert (len(maths.asked), len(others.asked)) == asked
         with pytest.raises(TeacherRefused) as caught:
-            await teaching.taught(replace(plain, env="maths"), TokenBudget(4))
+            await teaching.add_logprobs(replace(plain, env="maths"), TokenBudget(4))
         assert "teachers.maths.max_requests" in caught.value.hint
     with pytest.raises(TeacherRefused):
-        await TeachingByEnvironment(lambda _: None, {}).taught(plain, TokenBudget(4))
+        await TeachingByEnvironment(lambda _: None, {}).add_logprobs(plain, TokenBudget(4))
 
 
 async def test_each_sequence_of_an_episode_is_shown_whole_and_scored_from_its_first_sampled_token() -> None:
@@ -107,7 +107,7 @@ async def test_each_sequence_of_an_episode_is_shown_whole_and_scored_from_its_fi
     branch = Branch(0, n - 1, ids, mask, np.float32([0, -1, -2]), (span,), ())
     teacher.failures.append(TeacherFailed("x"))
     budget = TokenBudget(3)
-    taught = await EpisodeTeaching(teacher, status, 8).taught(replace(plain, branches=(branch,)), budget)
+    taught = await EpisodeTeaching(teacher, status, 8).add_logprobs(replace(plain, branches=(branch,)), budget)
     assert teacher.asked == [(n, plain.prompt_len)] * 2 + [(n + 2, n)]
     assert (taught.attempt, taught.branches[0].parent) == (1, 0)
     assert taught.branches[0].teacher_logprobs is not None

@@ -286,7 +286,7 @@ async def test_who_opens_the_queue_tells_of_which_run_it_is(queue: TicketQueue):
     epoch = await queue.begin(low=0, version=4, issued=0, void=0, done=(), epoch=1)
     await queue.open(epoch, ((1, 0), (epoch, 4)), "f00d")
     state = await queue.state()
-    assert (state.ready, state.lineage, state.run_id) == (True, ((1, 0), (2, 4)), "f00d")
+    assert (state.ready, state.lineage, state.beginning) == (True, ((1, 0), (2, 4)), "f00d")
     later = await queue.begin(low=0, version=4, issued=0, void=0, done=(), epoch=epoch)
     await queue.open(later)
     assert (await queue.state()).lineage == ((later, 0),)

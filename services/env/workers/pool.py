@@ -235,7 +235,7 @@ class WorkerPool:
     def _alive(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.alive]
 
-    def why_none(self) -> str | None:
+    def why_unroutable(self) -> str | None:
         return None if self._alive else f"no worker process is running: {self._trouble or 'they are being started'}"
 
     async def _asked(self, worker: Worker, call: str, **params: Any) -> Any:
@@ -251,7 +251,7 @@ class WorkerPool:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise Unavailable(self.why_none() or "no worker process is running", "try again later") from None
+            raise Unavailable(self.why_unroutable() or "no worker process is running", "try again later") from None
         worker = min(alive, key=lambda one: one.n_episodes)
         self._workers.remove(worker)  # among equally busy processes, the least recently used comes first
         self._workers.append(worker)

@@ -48,7 +48,7 @@ class InProcesses:
             return wire.demonstration_of(await self.pool.ask("demonstration", **self._named(split, index)))
 
     def why_stuck(self) -> str | None:
-        return self.pool.why_none()
+        return self.pool.why_unroutable()
 
     def timed(self, call: Call) -> Any:
         """Time a call."""

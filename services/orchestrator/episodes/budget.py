@@ -1,4 +1,4 @@
-"""Attempts of one sample: which failures cost one, which only cost time, and which turns the next attempt repeats."""
+"""Attempt budget of one sample: failures cost an attempt, outages only time; an attempt repeats the sampled turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outages:
     furthest: tuple[int, int] = (0, 0)
 
     def progressed(self, turn: int, n_sampled: int) -> None:
-        """Forget the outages if the sample has got further than ever before."""
+        """Reset the outage count if the sample has got further than ever before."""
         if (position := (turn, n_sampled)) > self.furthest:
             self.furthest, self.n = position, 0
 
@@ -68,12 +68,12 @@ class TokenBudget:
         self.n_sampled, self.turn, self.reward = 0, 0, 0.0
 
     def progressed(self) -> None:
-        """Forget earlier outages if the sample has got further than ever before."""
+        """Reset the outage count if the sample has got further than ever before."""
         self.outages.progressed(self.turn, self.n_sampled)
 
     @property
     def is_used_up(self) -> bool:
-        """True if no failure may follow."""
+        """True if no attempts are left."""
         return self.used >= self.max_attempts or self.outages.n >= _MOST_OUTAGES
 
     def count_failure(self, error: VolleyError, took_s: float = 0.0) -> None:
@@ -100,24 +100,24 @@ class TokenBudget:
 
     def _extend_deadline(self, seconds: float) -> None:
         if self.timer is not None and (due := self.timer.when()) is not None:
-            _is_moved(self.timer, due + seconds)
+            _reschedule(self.timer, due + seconds)
 
     @contextmanager
     def outage(self) -> Iterator[None]:
         """Extend the attempt's deadline by the time spent inside, waiting for a service."""
         timer, due = self.timer, self.timer and self.timer.when()
-        if timer is None or due is None or not _is_moved(timer, None):
+        if timer is None or due is None or not _reschedule(timer, None):
             yield
             return
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         try:
             yield
         finally:
-            _is_moved(timer, due + asyncio.get_running_loop().time() - began)
+            _reschedule(timer, due + asyncio.get_running_loop().time() - started_at)
 
 
-def _is_moved(timer: asyncio.Timeout, when: float | None) -> bool:
-    """Move a deadline; False if its attempt has ended, which an agent's call may outlive."""
+def _reschedule(timer: asyncio.Timeout, when: float | None) -> bool:
+    """Reschedule a deadline; False if its attempt has ended (an agent's call may run longer)."""
     try:
         timer.reschedule(when)
     except RuntimeError:

@@ -65,10 +65,10 @@ class Dispatcher:
                 spec.barrier.leave()
 
     async def _episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
-        budget, began, failed_turns = TokenBudget(self._max_attempts), time.time(), set[int]()
+        budget, started_at, failed_turns = TokenBudget(self._max_attempts), time.time(), set[int]()
         await self._balancer.wait_routable(spec.need)  # an evaluation that keeps weights back may need the slot
         async with self._slots.taken(purpose):
-            tracing.record("wait for a slot", tracing.here(), began)
+            tracing.record("wait for a slot", tracing.here(), started_at)
             while True:
                 try:
                     with tracing.span("attempt", {"volley.attempt": budget.used}) as span:
@@ -101,7 +101,7 @@ class Dispatcher:
             trajectory = await self._runner.run(spec, budget)
             if self._teaching is not None and purpose == "train":
                 with tracing.span("teacher"):
-                    trajectory = await self._teaching.taught(trajectory, budget)
+                    trajectory = await self._teaching.add_logprobs(trajectory, budget)
         self._status.ended(trajectory)
         metrics.count(purpose, trajectory)
         return trajectory

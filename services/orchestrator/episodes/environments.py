@@ -24,7 +24,7 @@ _POLL_S, _AGAIN_S, _MOST_S = 0.5, 0.1, 5.0
 
 
 class Environments(Protocol):
-    """The part of `EnvClient` that episodes use."""
+    """`EnvClient` methods that episodes use."""
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
 
@@ -52,13 +52,13 @@ class EnvironmentCalls:
                 await asyncio.sleep(_POLL_S)
 
     async def open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget, *, is_kept: bool = False) -> Opening:
-        """Create an episode, or find the one that this request id has created.
+        """Create an episode, or return the one already created with this request id.
 
         Args:
-            is_kept: an earlier process has left it: a cancelled call deletes nothing.
+            is_kept: the episode is from an earlier process; a cancelled call does not delete it.
         """
         try:
-            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget, begun=False)
+            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget, started=False)
             self._status.turn_answered(spec.env, 0, 0.0)
             return opening
         except asyncio.CancelledError:
@@ -72,7 +72,7 @@ class EnvironmentCalls:
             raise
 
     async def renew(self, spec: SamplingSpec, request_id: str, episode_id: str) -> None:
-        """Keep an unused episode from expiring. Raises EpisodeLost if the service does not have it any more."""
+        """Keep an unused episode from expiring. Raises EpisodeLost if the service no longer has it."""
         opening = await self._create(spec, request_id)
         if opening.episode_id != episode_id:
             await self.delete(opening.episode_id)
@@ -95,17 +95,17 @@ class EnvironmentCalls:
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
     async def _repeat[T](
-        self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget, *, begun: bool = True
+        self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget, *, started: bool = True
     ) -> T:
         """Repeat a call until the episode's deadline, which outages extend.
 
         A failure that is no outage costs an attempt, and the service has to be ready again before the next call; a
-        RateLimited answer costs none. Before the episode has begun it costs no time either while the service is not
-        ready.
+        RateLimited answer costs none. Before the episode has started, waiting for the service to be ready costs no time
+        either.
         """
         clock = asyncio.get_running_loop().time
         while True:
-            began = clock()
+            started_at = clock()
             try:
                 with (
                     self._status.waits_on("env", spec.env),
@@ -114,11 +114,11 @@ class EnvironmentCalls:
                     return await call()
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
-                if not begun:
+                if not started:
                     with budget.outage():
                         await self.ready()
             except Unavailable as error:
-                budget.count_failure(error, clock() - began)
+                budget.count_failure(error, clock() - started_at)
                 await asyncio.sleep(min(_MOST_S, _AGAIN_S * 2**budget.outages.n))
                 with budget.outage():
                     await self.ready()

@@ -8,8 +8,8 @@ import asyncio
 class TurnBarrier:
     """Holds each of `n_episodes` before a turn until all that still run have reached their next turn.
 
-    An episode that ends leaves, and is no longer waited for. One that repeats a failed attempt comes to the barrier
-    before each repeated turn too.
+    An episode that ends is no longer waited for. One that repeats a failed attempt also waits before each repeated
+    turn.
     """
 
     def __init__(self, n_episodes: int) -> None:
@@ -28,7 +28,7 @@ class TurnBarrier:
             raise
 
     def leave(self) -> None:
-        """Take an episode out that has ended."""
+        """Remove an episode that has ended."""
         self._running -= 1
         self._release()
 

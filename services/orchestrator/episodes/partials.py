@@ -1,14 +1,14 @@
 """Running episodes that survive a stop or the death of this process.
 
 After each turn, the turn's sampled parts are stored with the request id of the environment's episode. When the ticket
-comes back, the episode is opened with the same request id: an environment service that still has it answers each
-stored turn as before, one that lost it plays them again with the same seed. Stored turns are not sampled again as long
-as the conversation is the same, token by token; spans and log-probabilities are those that were stored.
+comes back, the episode is opened with the same request id: if the environment service still has it, each stored turn is
+answered as before; otherwise the turns are replayed with the same seed. Stored turns are not sampled again as long as
+the conversation is the same, token by token; spans and log-probabilities are those that were stored.
 
 Invariants
 - A record belongs to one run id, ticket and sample; others never see it.
-- Tokens of weights that were undone or are too old are never used (see `TurnSampler`).
-- The store only saves work: without it, the same tickets are generated anew.
+- Tokens of undone or stale weights are never used (see `TurnSampler`).
+- The store only saves work: without it, the same tickets are generated again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ type IsUsable = Callable[[WeightVersion, VersionBounds], bool]
 
 
 class Store(Protocol):
-    """The part of the orchestrator's database that is used here."""
+    """Database methods that `PartialRollouts` uses."""
 
     async def write(self, *statements: tuple[str, Sequence[Any]]) -> None: ...
 
@@ -69,14 +69,13 @@ class PartialRollouts:
         return self.is_stopping and self.store is not None
 
     def stop(self) -> None:
-        """Keep what is running: environments' episodes are not deleted from now on, if there is a store."""
+        """Stop deleting environments' episodes, so that the next start can resume them. No effect without a store."""
         self.is_stopping = True
 
     async def begin(self, run_id: str, low: int) -> list[int]:
         """Set the run's id; delete records of other ids, and of tickets up to `low`, which are finished.
 
-        Returns:
-            at the first call, the tickets with records: an earlier process has left them.
+        Returns: at the first call, the tickets with records of an earlier process.
         """
         if self.store is None:
             return []
@@ -88,14 +87,14 @@ class PartialRollouts:
         return [int(ticket) for (ticket,) in rows]
 
     async def resume(self, spec: SamplingSpec, budget: TokenBudget, is_usable: IsUsable) -> Trajectory | str | None:
-        """Return what is left of a sample: its finished episode, or its request id, with its turns in the budget."""
+        """Return a sample's finished episode, or its request id with the stored turns in the budget."""
         if self.store is None or not spec.ticket or budget.used or budget.sampled:
             return None
         rows = await self._read(
             "SELECT turn, record FROM partials WHERE ticket = ? AND sample = ? AND place = ? ORDER BY turn",
             spec.ticket,
             spec.sample_index,
-            self._place(spec),
+            self._task_key(spec),
         )
         try:
             return _restored(rows, spec, budget, is_usable)
@@ -114,7 +113,7 @@ class PartialRollouts:
         record = codec.pack(_turn_record(turn, request_id))
         await self._write(
             ("DELETE FROM partials WHERE ticket = ? AND sample = ? AND turn > ?", (*key, number)),
-            ("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", (*key, number, self._place(spec), record)),
+            ("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", (*key, number, self._task_key(spec), record)),
         )
         turn.stored_parts = len(turn.parts)
 
@@ -122,7 +121,7 @@ class PartialRollouts:
         """Store a finished episode: its group may be unfinished."""
         if self.store is not None and spec.ticket:
             record = Group(spec.ticket, trajectory.env, trajectory.task, (trajectory,)).encode()
-            row = spec.ticket, spec.sample_index, _FINISHED, self._place(spec), record
+            row = spec.ticket, spec.sample_index, _FINISHED, self._task_key(spec), record
             await self._write(("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", row))
 
     async def forget(self, ticket: int) -> None:
@@ -147,7 +146,7 @@ class PartialRollouts:
         except VolleyError as error:
             _log.warning("an episode is not stored", error=str(error))
 
-    def _place(self, spec: SamplingSpec) -> str:
+    def _task_key(self, spec: SamplingSpec) -> str:
         return f"{self._run_id}/{spec.env}/{spec.split}/{spec.index}/{spec.seed}"
 
 

@@ -125,7 +125,7 @@ class Recorder:
         self._turn_starts = [at - start + head for at in self._turn_starts[n:]]
 
     def start_over(self, prompt_ids: Sequence[int]) -> None:
-        """Continue in another sequence. Args: prompt_ids: the whole conversation so far, rendered anew."""
+        """Continue in another sequence. Args: prompt_ids: the whole conversation so far, rendered again."""
         ids = np.asarray(prompt_ids, np.int32)
         n = min(len(ids) - 1, len(self))
         differ = np.flatnonzero(ids[:n] != self._ids[:n])
@@ -145,7 +145,7 @@ class Recorder:
         self._turns = [Turn(shared, len(ids), HISTORY)]
 
     def sampled_since(self, start: int) -> Generation:
-        """Return what was sampled from position `start` on, as one generation; versions are positions in it."""
+        """Return the tokens sampled from position `start` on as one generation; versions are positions in it."""
         spans = tuple(span.moved(-start) for span in self._spans if span.start >= start)
         routed = np.concatenate(self._routed) if self._routed else None
         return Generation(self._ids[start:], self._logprobs[start:], spans, "stop", routed_experts=routed)

@@ -38,7 +38,7 @@ class Agents(Protocol):
     """Runs the episodes whose turns are calls of an agent (see `sessions`)."""
 
     async def resume(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory | str | None:
-        """Return what an earlier process left of a sample: its trajectory, or the request id of its episode."""
+        """Return a sample's trajectory from an earlier process, or the request id of its episode."""
         ...
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget, opening: Opening, request_id: str) -> Trajectory: ...
@@ -205,7 +205,7 @@ class EpisodeRunner:
         return None
 
     async def _continue(self, episode: _RunningEpisode, sampled: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Record the environment's messages; False if the context has no room for them and a turn."""
+        """Record the environment's messages; False if they and a turn do not fit the context."""
         known, tools = episode.messages, episode.opening.tools
         try:
             ids = await _tokenized(
@@ -220,7 +220,7 @@ class EpisodeRunner:
         return False
 
     async def _continue_rendered(self, episode: _RunningEpisode, messages: Sequence[Message]) -> bool:
-        """Continue in another sequence, because the chat template changes earlier messages; False without room."""
+        """Continue in another sequence, as the chat template changes earlier messages; False if it does not fit."""
         tools = episode.opening.tools
         ids = await _tokenized(messages, lambda: self._tokenizer.render_prompt(messages, tools))
         recorder = episode.sampling.recorder
@@ -236,7 +236,7 @@ class EpisodeRunner:
         return recorder.n_branches >= MAX_BRANCHES or recorder.n_tree_tokens > most
 
     def _make_room(self, episode: EpisodeState, n_new: int) -> bool:
-        """Make room for a turn after `n_new` more tokens, if the oldest turns may be dropped; False if there is none.
+        """Drop the oldest turns, if allowed, so that a turn fits after `n_new` more tokens; False if it cannot fit.
 
         Turns are dropped until a whole answer fits, or only the newest is left.
         """
@@ -287,9 +287,9 @@ class EpisodeRunner:
 
     async def _call(self, episode: _RunningEpisode, call: Callable[[], Awaitable[StepReply]]) -> StepReply:
         """Call the environment service, and add the time to the episode's."""
-        began, sampling = time.monotonic(), episode.sampling
+        started_at, sampling = time.monotonic(), episode.sampling
         reply = await self._calls.call(sampling.spec, sampling.budget, episode.opening.episode_id, call)
-        episode.env_s += time.monotonic() - began
+        episode.env_s += time.monotonic() - started_at
         return reply
 
 

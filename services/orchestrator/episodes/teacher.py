@@ -1,9 +1,9 @@
 """Add a teacher's log-probabilities of the sampled tokens to finished episodes.
 
 The teacher is asked before the group is published, so that its log-probabilities travel and are archived with the
-group, and nobody asks again. If the teacher is away or overloaded, episodes wait for it without a deadline or cost: as
-many as may ask at once retry, with increasing pauses; the others wait behind them. A failed answer costs one of the
-episode's attempts, but the same episode is then shown again.
+group, and are computed once. If the teacher is unreachable or overloaded, episodes wait without a deadline and lose no
+attempts: up to the concurrency limit they retry with increasing pauses; the others queue behind them. A failed answer
+costs one of the episode's attempts; the same episode is then sent again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shared.types import EpisodeSequence, Trajectory
 
 _AGAIN_S, _MOST_S = 0.1, 30.0
 """Pause between two requests, in seconds: the first, and the longest."""
-_TELL_S = 60.0
+_WARN_EVERY_S = 60.0
 _TEACHER = "teacher"
 _KEY = "services.orchestrator.teacher"
 _log = telemetry.Log("teacher")
 
 
 class Teacher(Protocol):
-    """The part of `TeacherClient` used here."""
+    """`TeacherClient` method that `EpisodeTeaching` uses."""
 
     async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray: ...
 
@@ -62,9 +62,9 @@ class TeachingBudget:
 
 
 class Teaching(Protocol):
-    """Asks a teacher about an episode."""
+    """Adds a teacher's log-probabilities to an episode."""
 
-    async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
+    async def add_logprobs(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
         """Return the episode with a teacher's log-probabilities of each of its sequences.
 
         Raises VolleyError if the attempts are used up, or another one cannot help.
@@ -73,7 +73,7 @@ class Teaching(Protocol):
 
 
 class TeachingByEnvironment:
-    """Asks the teacher of the episode's environment (multi-teacher distillation).
+    """Uses the teacher of the episode's environment (multi-teacher distillation).
 
     Args:
         choose: returns the key of an environment's teacher.
@@ -83,19 +83,19 @@ class TeachingByEnvironment:
     def __init__(self, choose: Callable[[str], str | None], teachers: Mapping[str, EpisodeTeaching]) -> None:
         self._choose, self._teachers = choose, teachers
 
-    async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """Ask as `Teaching.taught`. Raises TeacherRefused for an environment without a teacher too."""
+    async def add_logprobs(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
+        """As `Teaching.add_logprobs`. Also raises TeacherRefused for an environment without a teacher."""
         key = self._choose(trajectory.env)
         if key is None:
             raise TeacherRefused(
                 f"the environment {trajectory.env} has no teacher",
                 "set services.orchestrator.teacher.url, or one for it in services.orchestrator.teachers",
             )
-        return await self._teachers[key].taught(trajectory, budget)
+        return await self._teachers[key].add_logprobs(trajectory, budget)
 
 
 class EpisodeTeaching:
-    """Asks one teacher about episodes.
+    """Adds the log-probabilities of one teacher.
 
     Args:
         max_concurrent: number of requests at once.
@@ -106,10 +106,10 @@ class EpisodeTeaching:
         self, teacher: Teacher, status: RunStatus, max_concurrent: int, budget: TeachingBudget | None = None
     ) -> None:
         self._teacher, self._status, self._places = teacher, status, asyncio.Semaphore(max_concurrent)
-        self._budget, self._warned_at = budget, -_TELL_S
+        self._budget, self._warned_at = budget, -_WARN_EVERY_S
 
-    async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """Ask as `Teaching.taught`."""
+    async def add_logprobs(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
+        """As `Teaching.add_logprobs`."""
         made = [await self._logprobs(one, budget) for one in trajectory.sequences()]
         of_branches = zip(trajectory.branches, made[1:], strict=True)
         taught = replace(
@@ -123,9 +123,9 @@ class EpisodeTeaching:
         return taught
 
     async def _logprobs(self, sequence: EpisodeSequence, budget: TokenBudget) -> np.ndarray:
-        """Ask about one sequence until there is an answer: float32 of its own tokens, 0 where not sampled.
+        """Request log-probabilities of one sequence, with retries: float32 of its own tokens, 0 where not sampled.
 
-        Raises as `taught`.
+        Raises as `add_logprobs`.
         """
         first, pause_s = int(np.flatnonzero(sequence.loss_mask)[0]), _AGAIN_S
         while True:
@@ -146,9 +146,9 @@ class EpisodeTeaching:
         return made[sequence.shared :]
 
     async def _ask_until_answered(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Ask until there is an answer, or one that fails. It counts as one request."""
+        """Repeat a request until it is answered or fails. It counts as one request."""
         if self._budget is not None:
-            await retry_while_disk_full(partial(self._budget.spend, len(ids)), self._without_room)
+            await retry_while_disk_full(partial(self._budget.spend, len(ids)), self._report_disk)
         pause_s = _AGAIN_S
         while True:
             try:
@@ -161,9 +161,9 @@ class EpisodeTeaching:
 
     def _warn(self, error: VolleyError) -> None:
         """Warn once a minute, for all waiting episodes together."""
-        if time.monotonic() - self._warned_at >= _TELL_S:
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = time.monotonic()
             _log.warning("waiting for the teacher", reason=str(error))
 
-    def _without_room(self, error: StorageUnavailable | None) -> None:
+    def _report_disk(self, error: StorageUnavailable | None) -> None:
         self._status.disk = str(error) if error else None

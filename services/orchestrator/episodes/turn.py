@@ -1,7 +1,7 @@
 """Sample one assistant turn, in several parts if a weight update cuts it short or a server fails.
 
-Every part continues exactly the recorded ids; what a failed server had sampled is lost and sampled again. A repeated
-attempt repeats the turns already sampled, as long as the environment answers the same.
+Every part continues exactly the recorded ids; tokens of a failed server are lost and sampled again. A repeated attempt
+repeats the turns already sampled, as long as the environment answers the same.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class TurnSampler:
                 metrics.GENERATE_SECONDS.observe(elapsed)
 
     async def _generate(self, server: ServerLoad, episode: EpisodeState, max_new_tokens: int) -> Generation:
-        """Send one request to one server, and tell the balancer how it went."""
+        """Send one request to one server, and report its outcome to the balancer."""
         ids, rid = episode.recorder.prompt(), uuid.uuid4().hex
         params = self._sampling_params(episode, len(ids), max_new_tokens)
         routed_from = episode.recorder.n_routed if episode.spec.routing else None
@@ -241,7 +241,7 @@ class TurnSampler:
 
 
 def _described(generation: Generation) -> dict[str, str | int]:
-    """Describe an answer for its span."""
+    """Return span attributes of an answer."""
     return {
         "gen_ai.usage.output_tokens": len(generation.output_ids),
         "gen_ai.response.finish_reason": generation.finish_reason,
@@ -251,7 +251,7 @@ def _described(generation: Generation) -> dict[str, str | int]:
 
 
 async def _abort(server: ServerLoad, rid: str) -> None:
-    """Abort a request, best effort within a deadline: the engine continues requests whose client went away."""
+    """Abort a request, best effort within a deadline: the engine continues requests of disconnected clients."""
     with suppress(VolleyError, TimeoutError):
         async with asyncio.timeout(_ABORT_S):
             await server.engine.abort(rid)

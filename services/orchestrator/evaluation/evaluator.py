@@ -79,7 +79,7 @@ class EvalPlan:
         """True if the weights of `step`, the newest, have to be measured now.
 
         If a due step was missed, the next one is measured instead: `every` is a period, not a set of steps. The first
-        measurement shows what the run began with.
+        measurement is of the run's initial weights.
         """
         if step in done or not self.n_tasks:
             return False
@@ -151,12 +151,12 @@ class Evaluator:
         return frozenset(record.step for record in self.records if record.env is None)
 
     async def run(self, step: int) -> None:
-        """Measure the weights of `step`, unless another orchestrator has.
+        """Measure the weights of `step`, unless another orchestrator already has.
 
         Raises Unavailable if every task of the main environment failed.
         """
-        lock = await retry_while_disk_full(lambda: locks.lock_file(self._evals.with_suffix(".lock")), self._waiting)
-        async with self._alone(lock):
+        lock = await retry_while_disk_full(lambda: locks.lock_file(self._evals.with_suffix(".lock")), self._report_disk)
+        async with self._exclusive(lock):
             self._read = read_records(self._evals)
             if self.due(step):
                 await self._measure_others(step)
@@ -182,9 +182,9 @@ class Evaluator:
         digests = offer.digests if offer else None
         record = summarize(step, trajectories, failed, time.monotonic() - started, env, digests)
         samples = [self._sample(step, t, env) for t in trajectories[:_N_SAMPLES]]
-        await retry_while_disk_full(lambda: append(self._samples, samples), self._waiting)
+        await retry_while_disk_full(lambda: append(self._samples, samples), self._report_disk)
         lines = as_rows([record])
-        await retry_while_disk_full(lambda: append(self._evals, lines), self._waiting)
+        await retry_while_disk_full(lambda: append(self._evals, lines), self._report_disk)
         self._sinks.send("evaluation", lines[0])
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
@@ -197,14 +197,14 @@ class Evaluator:
                 check(env, record.step, record.data, offer.digests, offer.sources)
 
     @asynccontextmanager
-    async def _alone(self, lock: int) -> AsyncIterator[None]:
-        """Wait while another process evaluates; only its end or cancellation ends the wait. Closes the descriptor."""
+    async def _exclusive(self, lock: int) -> AsyncIterator[None]:
+        """Hold the evaluation lock; waits without a deadline while another process holds it. Closes the descriptor."""
         async with AsyncExitStack() as stack:
             with self._status.waits_on("peer"):
                 await stack.enter_async_context(locks.locked(lock, poll_s=_LOCK_POLL_S))
             yield
 
-    def _waiting(self, error: StorageUnavailable | None) -> None:
+    def _report_disk(self, error: StorageUnavailable | None) -> None:
         self._status.disk = str(error) if error else None
 
     async def _trajectories(self, tasks: HeldOutTasks, need: VersionBounds) -> tuple[list[Trajectory], int]:
@@ -224,7 +224,7 @@ class Evaluator:
             finally:
                 ended()
 
-        with self._counting(tasks.n_tasks) as ended:
+        with self._progress(tasks.n_tasks) as ended:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(one(index)) for index in range(tasks.n_tasks)]
         trajectories = [t for task in running if (t := task.result()) is not None]
@@ -233,8 +233,8 @@ class Evaluator:
         return trajectories, len(failures)
 
     @contextmanager
-    def _counting(self, n_tasks: int) -> Iterator[Callable[[], None]]:
-        """Show in the status how many tasks have ended; yield the function that counts one."""
+    def _progress(self, n_tasks: int) -> Iterator[Callable[[], None]]:
+        """Show progress in the status; yield the function that counts a finished task."""
         status, n_ended = self._status, 0
 
         def ended() -> None:

@@ -1,4 +1,4 @@
-"""Tickets that wait for each other: to be compared, or to advance together."""
+"""Groups of tickets that wait for each other, to be compared or to advance together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 class Cohort[T]:
     """Gathers `n` members, or all open tickets when no other ticket is available.
 
-    So no limit of the queue, and no end of a run, leaves a member waiting.
+    So no member waits forever at a limit of the queue or at the end of a run.
 
     Args:
-        alone: start only when every open ticket waits: a cohort ends before the next one starts.
+        one_at_a_time: start only when every open ticket waits, so a cohort ends before the next one starts.
     """
 
-    def __init__(self, n: int, *, alone: bool = False) -> None:
-        self.n, self._alone = n, alone
+    def __init__(self, n: int, *, one_at_a_time: bool = False) -> None:
+        self.n, self._one_at_a_time = n, one_at_a_time
         self._open = 0
         self._starved = False
         self._waiting: list[tuple[T, asyncio.Future[Sequence[T]]]] = []
@@ -43,19 +43,19 @@ class Cohort[T]:
 
     async def join(self, member: T) -> Sequence[T]:
         """Wait for the others; return all members, in the order in which they joined."""
-        place = member, asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        entry = member, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
         self._gather()
         try:
-            return await place[1]
+            return await entry[1]
         finally:
-            if place in self._waiting:
-                self._waiting.remove(place)
+            if entry in self._waiting:
+                self._waiting.remove(entry)
                 self._gather()
 
     def _gather(self) -> None:
         n, all_wait = len(self._waiting), len(self._waiting) == self._open
-        is_full = n >= self.n and (all_wait or not self._alone)
+        is_full = n >= self.n and (all_wait or not self._one_at_a_time)
         if n and (is_full or (self._starved and all_wait)):
             gathered, self._waiting = self._waiting[: self.n], self._waiting[self.n :]
             members = [member for member, _ in gathered]

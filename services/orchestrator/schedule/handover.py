@@ -1,9 +1,9 @@
 """Hand over the orchestrator's records to the trainer, whose folder is the run's.
 
 Invariant: a line is first durable in the orchestrator's own folder, and is sent until the trainer has acknowledged it;
-the trainer accepts a line once. So no crash of either loses or doubles a line, and the run ends only when the trainer
-has all of them. If the orchestrator's folder was lost, it gets back what it had handed over, before a ticket is looked
-up. If both share one folder, the trainer finds every line there.
+the trainer accepts a line once. So no crash of either loses or duplicates a line, and the run ends only when the
+trainer has all of them. If the orchestrator's folder was lost, its records are fetched from the trainer before any
+ticket is assigned. If both share one folder, the trainer finds every line there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RecordHandover:
         self._trainer, self._status = trainer, status
         self._paths = folder.handed_over
         self._offsets, self._is_fresh = dict[Record, int](), True
-        self._folder, self._alone, self._begun = folder, asyncio.Lock(), asyncio.Event()
+        self._folder, self._lock, self._started = folder, asyncio.Lock(), asyncio.Event()
 
     async def follow(self, run_id: str) -> None:
         """Start sending records to a trainer of the run with this id.
@@ -51,10 +51,10 @@ class RecordHandover:
         if run_id:
             await asyncio.to_thread(_store_run_id, self._folder, run_id)
         self._is_fresh = True
-        self._begun.set()
+        self._started.set()
 
     async def restore(self) -> None:
-        """Fetch the trainer's records into a folder that is new or was lost; they decide the tickets' environments.
+        """Fetch the trainer's records into a new or lost folder; they decide the tickets' environments.
 
         Returns when it has them; no ticket is issued before there is a trainer.
         """
@@ -83,7 +83,7 @@ class RecordHandover:
 
     async def watch(self) -> None:
         """Hand over new lines until cancelled."""
-        await self._begun.wait()
+        await self._started.wait()
         while True:
             await self.finish()
             await asyncio.sleep(_POLL_S)
@@ -92,7 +92,7 @@ class RecordHandover:
         """Return when the trainer has everything."""
 
         async def hand_over() -> None:
-            async with self._alone:
+            async with self._lock:
                 if self._is_fresh:
                     self._is_fresh, self._offsets = False, dict.fromkeys(self._paths, 0)
                 for record, path in self._paths.items():
@@ -132,7 +132,7 @@ class RecordHandover:
             self._offsets[record] += size
 
     async def _send(self, record: Record, lines: list[str]) -> None:
-        """Send lines; skip evaluations and samples that the trainer's check refuses: they would keep back later ones.
+        """Send lines; skip evaluations and samples that the trainer rejects, because they would block later ones.
 
         A change of the mixture is not skipped: tickets depend on it. Nor is a line skipped if its request was refused
         for another reason, such as a wrong token.

@@ -1,4 +1,4 @@
-"""Leases of the tickets whose groups are being made."""
+"""Leases of the tickets whose groups are being generated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Leases:
         self._needs.pop(ticket, None)
 
     def lower_needs(self, version: int, tickets: Iterable[int]) -> None:
-        """Let older weights make these groups: the durable version is `version`, after a rollback a lower one."""
+        """Allow older weights for these groups: the durable version is `version`, after a rollback a lower one."""
         for need in (self._needs[ticket] for ticket in tickets if ticket in self._needs):
             need.lower(version)
 

@@ -1,4 +1,4 @@
-"""Policy of generation: when groups are made, and which complete groups are sent to be trained.
+"""Generation policy: when groups are generated, and which complete groups are sent to the trainer.
 
 Invariant: every decision is a group under its own ticket, so the ticket ends in exactly one disposition: a rejected
 group is sent without trajectories and with its rule, and the trainer ends its ticket as `filtered(rule)`.
@@ -140,5 +140,5 @@ class GenerationPolicy:
 
 
 def rejected(group: Group, rule: FilterRule, why: str) -> Group:
-    """Return what is sent instead of a group."""
+    """Return the empty group that is sent instead of a rejected one."""
     return Group(group.ticket, group.env, group.task, (), failure=why, rule=rule)

@@ -1,4 +1,4 @@
-"""Reservation of tickets: gates, rounds and outages of the queue delay it, and nothing else sees them."""
+"""Reservation of tickets: gates, rounds and queue outages delay it; callers only wait."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Reservations:
             await asyncio.sleep(_ROUND_POLL_S)
 
     def _reason(self, refusal: PublishRefusal) -> Wait:
-        """Return what the run waits for."""
+        """Return what the run is waiting for."""
         is_bounded = refusal is PublishRefusal.EXHAUSTED and self._limit() < self._terms.total
         return _BEFORE_EVALUATION if is_bounded else _WAITING[refusal]
 

@@ -45,7 +45,7 @@ class RoundAdmission:
         return self._left > 0
 
     def open(self, state: QueueState) -> bool:
-        """Open a round, if the trainer needs one. Leased tickets will be issued again, because none is in hand here."""
+        """Open a round, if the trainer needs one. Leased tickets will be issued again: this process holds none."""
         self._step = state.version + 1
         self._missing = self._step * self._batch - (state.issued - state.void - state.leased)
         self._left = self._n if self._missing > 0 else 0

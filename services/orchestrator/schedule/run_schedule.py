@@ -1,6 +1,6 @@
 """Schedule of a run: wait for the services, evaluate, generate while the trainer trains, evaluate, finish.
 
-An evaluation runs beside training: servers hold its weights (`ServerHolds`). Groups for later steps are generated at
+An evaluation runs during training: servers hold its weights (`ServerHolds`). Groups for later steps are generated at
 any time, and published once a server is held, so the weights to be measured are not replaced before. Without holds,
 training stops for the evaluation: no group is generated meanwhile, and before it none is reserved for a later step. If
 the trainer goes back to an older checkpoint, the run follows: requests stop waiting for undone weights, and an
@@ -63,7 +63,7 @@ class RunSchedule:
     """Schedule of one run, from now to its end. `state` is the newest snapshot of the queue.
 
     Args:
-        begun: called first for each new epoch, with the run's id.
+        on_epoch: called first for each new epoch, with the run's id.
         holds: holds servers at the version to evaluate while training goes on; None stops training instead.
     """
 
@@ -77,11 +77,11 @@ class RunSchedule:
         evaluator: Evaluator,
         *,
         max_steps: int,
-        begun: Callable[[str], Awaitable[None]],
+        on_epoch: Callable[[str], Awaitable[None]],
         holds: ServerHolds | None = None,
     ) -> None:
         self._queue, self._balancer, self._status, self._gate = queue, balancer, status, gate
-        self._loop, self._evaluator, self._max_steps, self._begun = loop, evaluator, max_steps, begun
+        self._loop, self._evaluator, self._max_steps, self._on_epoch = loop, evaluator, max_steps, on_epoch
         self._holds = holds
         self._measured_now: int | None = None
         self.state: QueueState | None = None
@@ -98,15 +98,15 @@ class RunSchedule:
                 task.cancel()
 
     @property
-    def n_held(self) -> int:
-        """Number of tickets in hand."""
+    def n_leased(self) -> int:
+        """Number of tickets that this process has leased."""
         return len(self._loop.leased)
 
     async def _steps(self) -> None:
         while True:
             at = await self._next_version()
             if self._holds is not None and (measured := self._due(at)) is not None:
-                await self._evaluate_beside(measured, self._holds)
+                await self._evaluate_during_training(measured, self._holds)
             elif self._evaluator.due(at.step):
                 with self._gate.closed_for("evaluation"):
                     await self._evaluate(at)
@@ -125,7 +125,7 @@ class RunSchedule:
         usable = [one for one in served if one.step < newest.step and in_lineage(one, self._lineage)]
         return next((one for one in (*sorted(usable), newest) if self._evaluator.due(one.step)), None)
 
-    async def _evaluate_beside(self, at: WeightVersion, holds: ServerHolds) -> None:
+    async def _evaluate_during_training(self, at: WeightVersion, holds: ServerHolds) -> None:
         """Evaluate while training goes on, up to the next step to be measured."""
 
         def bound() -> None:
@@ -159,20 +159,20 @@ class RunSchedule:
             await asyncio.sleep(_POLL_S)
 
     async def _apply(self, state: QueueState, leased: tuple[int, ...]) -> None:
-        """Apply a snapshot of the queue. Args: leased: tickets that were in hand before it was taken."""
+        """Apply a snapshot of the queue. Args: leased: tickets leased before it was taken."""
         if self.state is None or _position(state) != _position(self.state):
             self._status.moved()
         self._status.refused = state.refused
         if state.ready:
             version = WeightVersion(state.epoch, state.version)
             if state.epoch != self._epoch:
-                await self._begun(state.run_id)
+                await self._on_epoch(state.beginning)
                 self._lineage, self._epoch = state.lineage or ((state.epoch, 0),), state.epoch
                 self._evaluator.follow(self._lineage)
             self._loop.update_queue_state(state, leased)
             self._bound(version.step)
             self._balancer.set_target(version, self._lineage)
-            if self._loop.lacks_groups(state) and (why := self._balancer.why_never()) is not None:
+            if self._loop.lacks_groups(state) and (why := self._balancer.why_refused()) is not None:
                 raise WeightsError(why, "no server can sample the groups that the trainer needs for newer weights")
         self.state = state
 
@@ -189,7 +189,7 @@ class RunSchedule:
         self._status.evaluating_step = at.step
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {group.create_task(self._measure(at)), group.create_task(self._left(at))}
+                tasks = {group.create_task(self._measure(at)), group.create_task(self._wait_until_replaced(at))}
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     task.cancel()
@@ -205,8 +205,8 @@ class RunSchedule:
                 raise
             _log.warning("evaluation dropped", version=str(at), reason=str(error))
 
-    async def _left(self, version: WeightVersion) -> None:
-        """Return when these weights are undone, or no longer the newest and not held: no server may have them."""
+    async def _wait_until_replaced(self, version: WeightVersion) -> None:
+        """Return once no server may have these weights: undone, or replaced and not held."""
         now = version
         while in_lineage(version, self._lineage) and (now.step == version.step or (self._holds and self._holds.any)):
             now = await self._next_version()

@@ -18,12 +18,12 @@ _LEAST_REMEMBERED = 64
 
 @dataclass(slots=True)
 class _Running:
-    began: float
+    started_at: float
     timeout: asyncio.Timeout
 
 
 class Stragglers:
-    """Compares each running group with the groups that ended since it began.
+    """Compares each running group with the groups that ended since it started.
 
     Once `after_share` of a step's number of groups have ended since, and it has taken `factor` times their median
     duration, it is void. All these groups saw the same outages, so an outage alone voids nothing.
@@ -41,31 +41,31 @@ class Stragglers:
         self, ticket: int, generate: Callable[[], Awaitable[Group]], void: Callable[[str], Awaitable[Group]]
     ) -> Group:
         """Return the group, or what `void` makes of the reason if it takes too long."""
-        began = self._clock()
+        started_at = self._clock()
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                self._running[ticket] = _Running(began, timeout)
+                self._running[ticket] = _Running(started_at, timeout)
                 return await generate()
         except TimeoutError:
             if not timeout.expired():
                 raise
         finally:
             del self._running[ticket]
-            self._note(began)
-        median = statistics.median(self._since(began))
-        return await void(f"it took {self._clock() - began:.1f} s, others {median:.1f} s (median)")
+            self._record_end(started_at)
+        median = statistics.median(self._durations_since(started_at))
+        return await void(f"it took {self._clock() - started_at:.1f} s, others {median:.1f} s (median)")
 
-    def _note(self, began: float) -> None:
+    def _record_end(self, started_at: float) -> None:
         now = self._clock()
-        self._ended.append((now, now - began))
+        self._ended.append((now, now - started_at))
         loop_now = asyncio.get_running_loop().time()
         for one in self._running.values():
-            since = self._since(one.began)
+            since = self._durations_since(one.started_at)
             if len(since) >= self._least and not one.timeout.expired():
-                left = self._factor * statistics.median(since) - (now - one.began)
+                left = self._factor * statistics.median(since) - (now - one.started_at)
                 one.timeout.reschedule(loop_now + max(0.0, left))
 
-    def _since(self, began: float) -> list[float]:
+    def _durations_since(self, started_at: float) -> list[float]:
         """Durations of the groups that ended since then."""
-        return [duration for ended, duration in self._ended if ended >= began]
+        return [duration for ended, duration in self._ended if ended >= started_at]

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.partials import PartialRollouts
-from services.orchestrator.schedule.failure_judge import FailureJudge, OnlyEnvironment, SetsAside
+from services.orchestrator.schedule.failure_monitor import EnvironmentSuspender, FailureMonitor, OnlyEnvironment
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.leases import Leases
 from services.orchestrator.schedule.policy import GenerationPolicy
@@ -66,13 +66,13 @@ class TicketLoop:
         *,
         n_groups: int,
         run_group: RunGroup,
-        mixture: SetsAside | None = None,
+        mixture: EnvironmentSuspender | None = None,
         policy: GenerationPolicy | None = None,
         partials: PartialRollouts | None = None,
     ) -> None:
         self._queue, self._status, self._terms = queue, status, terms
         self._run_group, self._policy = run_group, policy or GenerationPolicy()
-        self._judge = FailureJudge(status, mixture or OnlyEnvironment())
+        self._failures = FailureMonitor(status, mixture or OnlyEnvironment())
         self._partials = partials or PartialRollouts(None)
         self._leases = Leases(queue, terms.lease_s)
         self._reservations = Reservations(queue, gate, status, terms, self._policy, self._leases, self._limit)
@@ -84,7 +84,7 @@ class TicketLoop:
         self.last_step: int | None = None
 
     async def run(self) -> None:
-        """Work until cancelled; then give back the tickets in hand.
+        """Work until cancelled; then give back the leased tickets.
 
         Raises:
             VolleyError: an environment that the run needs only fails; it contains the last failure.
@@ -120,13 +120,13 @@ class TicketLoop:
         return self._leases.tickets
 
     def update_queue_state(self, state: QueueState, leased: Iterable[int]) -> None:
-        """Apply a newer snapshot of the queue. Args: leased: tickets that were in hand before it was taken."""
+        """Apply a newer snapshot of the queue. Args: leased: tickets leased before it was taken."""
         self._void = state.void
         self._bound_changed.set()
         self._leases.lower_needs(state.version, leased)
 
     def _limit(self) -> int:
-        """Return how many groups may be reserved by now, in the whole run: no new ones while enough wait."""
+        """Return how many groups of the whole run may be reserved by now: no new ones while enough wait."""
         terms = self._terms
         if self._n_waiting >= self._n_groups:
             return 0
@@ -155,11 +155,11 @@ class TicketLoop:
 
     async def _generate(self, ticket: int, need: VersionBounds) -> tuple[Group, Group]:
         """Return the group of a ticket, and the one to send: the same, or a rejected one without episodes."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         with self._policy.ticket():
             group = await self._run_group(ticket, need)
             if group.rule is None:
-                self._judge.ended(group, began)
+                self._failures.count(group, started_at)
             return group, await self._policy.filter_group(group)
 
     def _is_publishable(self, ticket: int) -> bool:

@@ -1,7 +1,7 @@
 """Choose a rollout server for each turn: fresh enough weights, fewest requests in flight, sticky per episode.
 
 Rules
-- A server is routable if it is not out and its weights are fresh: at most `max_staleness` steps behind the queue's
+- A server is routable if it is up and its weights are fresh: at most `max_staleness` steps behind the queue's
   version, and not undone (a trainer that went back to an older step has a higher epoch, and wins).
 - Waiting requests look again whenever the queue's version changes, also when it falls: their bound may have been
   lowered.
@@ -32,7 +32,7 @@ _COOL_DOWN_S, _COOL_DOWN_CAP_S = 0.5, 8.0
 
 
 class GenerateClient(Protocol):
-    """The part of `RolloutClient` that the balancer uses."""
+    """`RolloutClient` methods that the balancer uses."""
 
     async def generate(
         self,
@@ -113,7 +113,7 @@ class Balancer:
         self._servers: dict[str, ServerLoad] = {}
         self._changed = asyncio.Event()
         self._waiting: dict[object, VersionBounds] = {}
-        self._hungry = asyncio.Event()
+        self._demand = asyncio.Event()
         self._holding: frozenset[str] | None = None
 
     @property
@@ -188,8 +188,8 @@ class Balancer:
         """Wait until a request would find a server at once."""
         await self._wait(need, None)
 
-    def why_none(self, need: VersionBounds | None = None) -> str | None:
-        """Return what keeps requests from being routed, or None."""
+    def why_unroutable(self, need: VersionBounds | None = None) -> str | None:
+        """Return why no request can be routed; None if one can."""
         if any(self._obstacle(server, need or VersionBounds()) is None for server in self._servers.values()):
             return None
         if not self._servers:
@@ -204,10 +204,10 @@ class Balancer:
             if s.refused is not None and s.refused.version >= self._target
         }
 
-    def why_never(self) -> str | None:
-        """Return why no server will serve what is waited for without newer weights: all refuse the newest for good.
+    def why_refused(self) -> str | None:
+        """Return why waiting requests need newer weights than any server will load: all refuse the newest for good.
 
-        A server that is out or leaves for a moment counts by its weights.
+        A server that is temporarily out or leaving counts by its weights.
         """
         refusals, needs = self.refusals(), [*self._waiting.values()] or [VersionBounds()]
         if not self._servers or len(refusals) < len(self._servers):
@@ -234,7 +234,7 @@ class Balancer:
     def describe(self) -> list[dict[str, Any]]:
         """Describe every server.
 
-        `obstacle` is what keeps it from waiting requests (without any, from all requests); `lacks_step` is the step it
+        `obstacle` is why it cannot serve the waiting requests (if none wait, any request); `lacks_step` is the step it
         lacks.
         """
         need = next(iter(self._waiting.values()), VersionBounds())
@@ -283,22 +283,22 @@ class Balancer:
         key = object()
         while (chosen := self.pick(need, preferred)) is None:
             self._waiting[key] = need
-            self._hungry.set()
+            self._demand.set()
             try:
                 await self._changed.wait()
             finally:
                 del self._waiting[key]
         return chosen
 
-    async def hungry(self, timeout_s: float) -> None:
-        """Return when an episode waits for a server, at the latest after `timeout_s`."""
+    async def wait_for_demand(self, timeout_s: float) -> None:
+        """Wait until an episode waits for a server, at most `timeout_s`."""
         if not self._waiting:
-            self._hungry.clear()
+            self._demand.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._hungry.wait(), timeout_s)
+            await asyncio.wait_for(self._demand.wait(), timeout_s)
 
     def _notify(self) -> None:
-        """Wake all waiting requests; the event is replaced so that nobody spins on a set one."""
+        """Wake all waiting requests. The event is replaced, because waiters would spin on a set one."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,8 +1,8 @@
-"""Number of running episodes that the rollout servers keep up with.
+"""Adapt the number of running episodes to what the rollout servers can handle.
 
 Additive increase, multiplicative decrease. More requests than an engine decodes at once mean that too many episodes
-run: their prefixes push each other out of the cache. Free places while episodes wait for a slot mean that servers could
-do more. Episodes that wait for their environments need no engine, so no fixed number fits.
+run: their prefixes push each other out of the cache. Unused capacity while episodes wait for a slot means that servers
+could do more. Episodes that wait for their environments need no engine, so no fixed number fits.
 
 A request also waits in an engine's queue until its next step, so a queue alone means nothing; nor does a full pool of
 keys and values, because it keeps prefixes that may be dropped. Both together do, if more requests wait than run, twice

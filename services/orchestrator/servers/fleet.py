@@ -81,7 +81,7 @@ class Fleet:
         while True:
             await self.refresh()
             await asyncio.sleep(_FAST_S)
-            await self._balancer.hungry(_SLOW_S)
+            await self._balancer.wait_for_demand(_SLOW_S)
 
     async def refresh(self) -> None:
         """Read the registry and probe every server once."""
@@ -120,7 +120,7 @@ class Fleet:
             client = self._clients[url] = self._connect(url)
             await client.__aenter__()
             self._balancer.add(ServerLoad(url, client, capacity=max(1, wanted[url].capacity), out="not probed yet"))
-            _log.info("server found", url=url)
+            _log.info("rollout server found", url=url)
 
     async def _give_up(self) -> None:
         """End the requests of silent servers; those that are still registered are found again."""
@@ -128,14 +128,19 @@ class Fleet:
         for server in self._balancer.servers:
             silent_s = now - self._silent_since.get(server.url, now)
             if server.inflight and silent_s > self._give_up_s:
-                _log.warning("requests given up", url=server.url, n=server.inflight, silent_s=round(silent_s, 1))
+                _log.warning(
+                    "requests to a silent server given up",
+                    url=server.url,
+                    n=server.inflight,
+                    silent_s=round(silent_s, 1),
+                )
                 await self._forget(server)
 
     async def _forget(self, server: ServerLoad) -> None:
         self._balancer.remove(server.url)
         self._silent_since.pop(server.url, None)
         await self._clients.pop(server.url).__aexit__(None, None, None)
-        _log.info("server left", url=server.url)
+        _log.info("rollout server left", url=server.url)
 
     async def _probe(self, server: ServerLoad) -> None:
         was_out = bool(server.out)

@@ -43,7 +43,7 @@ class ServerHolds:
         """
         self._balancer.set_holding(frozenset())
         try:
-            await self._renewed(version, changed)
+            await self._renew_and_report(version, changed)
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(self._keep(version, changed))
                 yield
@@ -55,9 +55,9 @@ class ServerHolds:
     async def _keep(self, version: WeightVersion, changed: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(_RENEW_S if self.any else _RETRY_S)
-            await self._renewed(version, changed)
+            await self._renew_and_report(version, changed)
 
-    async def _renewed(self, version: WeightVersion, changed: Callable[[], None]) -> None:
+    async def _renew_and_report(self, version: WeightVersion, changed: Callable[[], None]) -> None:
         had = self.any
         await self._renew(version)
         self._balancer.set_holding(frozenset(self._until))
@@ -74,12 +74,12 @@ class ServerHolds:
         async with asyncio.TaskGroup() as group:
             for server in servers:
                 if server.url in self._until:
-                    group.create_task(self._ask(server, version))
+                    group.create_task(self._request_hold(server, version))
         for server in servers:
             if len(self._until) < wanted and server.url not in self._until and not server.out:
-                await self._ask(server, version)
+                await self._request_hold(server, version)
 
-    async def _ask(self, server: ServerLoad, version: WeightVersion) -> None:
+    async def _request_hold(self, server: ServerLoad, version: WeightVersion) -> None:
         until = time.monotonic() + _LEASE_S
         has = server.version
         same = has is not None and has.step == version.step and not self._balancer.is_undone(has)
@@ -89,20 +89,20 @@ class ServerHolds:
             self._until[server.url] = until
         except Conflict as error:
             self._until.pop(server.url, None)
-            _log.debug("not held", url=server.url, version=str(version), reason=str(error))
+            _log.debug("server refused to hold its weights", url=server.url, version=str(version), reason=str(error))
         except (VolleyError, TimeoutError) as error:
-            _log.debug("not answered", url=server.url, version=str(version), reason=str(error))
+            _log.debug("hold not answered", url=server.url, version=str(version), reason=str(error))
 
     async def _release(self, version: WeightVersion) -> None:
         held, self._until = self._until, {}
         async with asyncio.TaskGroup() as group:
             for server in self._balancer.servers:
                 if server.url in held:
-                    group.create_task(self._let_go(server, version))
+                    group.create_task(self._release_server(server, version))
 
-    async def _let_go(self, server: ServerLoad, version: WeightVersion) -> None:
+    async def _release_server(self, server: ServerLoad, version: WeightVersion) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await server.engine.hold(self._holder, str(version), 0.0)
         except (VolleyError, TimeoutError) as error:
-            _log.debug("lease left to end", url=server.url, reason=str(error))
+            _log.debug("hold not released; it will expire", url=server.url, reason=str(error))

@@ -1,4 +1,4 @@
-"""React to failing groups: set an environment aside if it only fails; if that is impossible, end the run.
+"""Suspend an environment whose groups only fail, or end the run if it needs that environment.
 
 Otherwise the run would void tickets forever.
 """
@@ -19,8 +19,8 @@ _LOOKED_AT, _MOST_OF_THEM = 32, 16
 """Groups looked at, and failures among them that set an environment aside: the rest is too biased."""
 
 
-class SetsAside(Protocol):
-    """The part of the mixture that the judge uses."""
+class EnvironmentSuspender(Protocol):
+    """Mixture methods that `FailureMonitor` uses."""
 
     def set_aside(self, env: str, why: str) -> bool:
         """Set an environment aside; return False if the run needs it."""
@@ -32,7 +32,7 @@ class SetsAside(Protocol):
 
 
 class OnlyEnvironment:
-    """`SetsAside` for a run with one environment."""
+    """`EnvironmentSuspender` for a run with one environment."""
 
     def set_aside(self, env: str, why: str) -> bool:
         return False
@@ -49,19 +49,19 @@ class _Streak:
     failed_at: float = 0.0
 
 
-class FailureJudge:
+class FailureMonitor:
     """Counts failures by environment.
 
     Setting one aside for a while costs little, so every failed group counts towards it. For the end of the run, groups
     that one event broke together count once: a group counts if it started after the last counted one had failed.
     """
 
-    def __init__(self, status: RunStatus, mixture: SetsAside) -> None:
+    def __init__(self, status: RunStatus, mixture: EnvironmentSuspender) -> None:
         self._status, self._mixture = status, mixture
         self._streaks: dict[str, _Streak] = {}
         self._last: dict[str, deque[bool]] = {}
 
-    def ended(self, group: Group, began: float) -> None:
+    def count(self, group: Group, started_at: float) -> None:
         """Count a group. Raises VolleyError if an environment that the run needs only fails."""
         self._mixture.ended(group.env, failed=group.failure is not None, ticket=group.ticket)
         last = self._last.setdefault(group.env, deque(maxlen=_LOOKED_AT))
@@ -71,7 +71,7 @@ class FailureJudge:
             return
         streak = self._streaks.setdefault(group.env, _Streak())
         streak.failed += 1
-        if began >= streak.failed_at:
+        if started_at >= streak.failed_at:
             streak.events, streak.failed_at = streak.events + 1, time.monotonic()
         reason = self._status.by_env[group.env].last_failure or group.failure
         failures = f"{streak.failed} groups in a row" if streak.failed >= _MOST_BESIDE else ""
