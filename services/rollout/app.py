@@ -112,7 +112,7 @@ async def _first_state(settings: RolloutSettings, engine: Engine, model: ModelCo
     found = await asyncio.to_thread(examine, settings.first, model, settings.run)
     staged = StagedUpdate.of(found, settings.first, await engine.stage(found))
     result = await engine.commit(found.version, "abort")
-    if (wrong := staged.judge(result.live, settings.engine.dtype)) is not None:
+    if (wrong := staged.difference(result.live, settings.engine.dtype)) is not None:
         raise WeightsError(f"{found.version} was loaded, but {wrong}")
     return Serving(found.version, staged)
 

@@ -142,13 +142,13 @@ def _adapters_of(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def _engine_server(config: RunConfig) -> EngineServer | None:
-    """Server of another project that this process stands in front of, if any. Raises ConfigError."""
+    """Return the external server that this process forwards to, if any. Raises ConfigError."""
     engine, services = config.rollout.engine, config.services
     if not engine.is_external:
         return None
     if len(engine.urls) != 1:
         raise ConfigError(
-            f"rollout.engine.url names {len(engine.urls)} servers, and a rollout server stands in front of one",
+            f"rollout.engine.url names {len(engine.urls)} servers, but a rollout server can forward to only one",
             "give this process its own: rollout.engine.url=…",
         )
     name = f"{socket.gethostname()}-{services.rollout.port}"

@@ -182,7 +182,7 @@ async def test_what_becomes_of_an_overtaken_version_is_nothing_to_the_next(engin
     first = asyncio.ensure_future(engine.stage(older.weights, older.done))
     await still_waits(first)
     second = asyncio.ensure_future(engine.stage(newer.weights, newer.done))
-    with pytest.raises(Conflict, match="others are staged"):
+    with pytest.raises(Conflict, match="other weights are being staged"):
         await first
     older.done.set_result(None)
     newer.come(newer.digests[:-1])

@@ -202,7 +202,7 @@ async def test_a_refused_update_does_not_leave_decoding_paused(
     [
         ({"load_format": "dummy"}, "load_format='dummy' is not supported"),
         ({"is_async": True}, "is_async=True is not supported"),
-        ({"weight_version": "e000001-s000009"}, "e000001-s000009 is the name of a version"),
+        ({"weight_version": "e000001-s000009"}, "e000001-s000009 is a version name"),
         ({"weight_version": 7}, "weight_version must be"),
         ({"abort_all_requests": 1}, "abort_all_requests must be"),
         ({"path": "x"}, "unknown field path"),

@@ -219,7 +219,7 @@ def test_weights_more_precise_than_the_engine_are_refused(
     """They would be rounded, and be another policy than the trainer's."""
     weights = {k: v.astype(np.float64) for k, v in models.random_weights(server.config, 9).items()}
     checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, weights)
-    assert "is float64, the engine computes with float32" in refused(server, prompts[0], str(checkpoint), 422)
+    assert "is float64, but the engine computes with float32" in refused(server, prompts[0], str(checkpoint), 422)
 
 
 def test_the_weights_of_another_version_under_a_manifest_made_to_fit_are_refused(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.api.event_stream import EventStream, Put
+from services.rollout.api.event_stream import EventBuffer, EventStream
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -30,7 +30,7 @@ async def test_a_bug_does_not_look_like_the_end_of_an_answer(begun: bool) -> Non
 
 
 async def test_events_that_the_client_has_not_taken_are_counted() -> None:
-    put = Put()
+    put = EventBuffer()
     for data in (b"one", b"two"):
         put(data)
     assert (put.n_bytes, await put.take(), put.n_bytes) == (6, b"one", 3)

@@ -160,14 +160,14 @@ def edited(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"run": "other"}, "is of run 'other', this server belongs to 'test'"),
-        ({"version": "e000001-s000006"}, "the manifest of e000001-s000006 lies in e000001-s000005"),
+        ({"run": "other"}, "belongs to run 'other', but this server serves run 'test'"),
+        ({"version": "e000001-s000006"}, "folder e000001-s000005 holds the manifest of e000001-s000006"),
         ({"kind": "lora"}, "kind 'lora'"),
-        ({"model": CONFIG | {"rope_theta": 5e6}}, "another model: rope_theta"),
+        ({"model": CONFIG | {"rope_theta": 5e6}}, "another model than this server: rope_theta"),
         ({"path": "nowhere"}, "No such file"),
         (
             {"probe": {"input_ids": [1, 8], "logprobs": [-1.0], "noise": None}},
-            "probe holds token 8, the vocabulary has 8",
+            "the probe has token 8, but the vocabulary has only 8 tokens",
         ),
         ({"probe": {"input_ids": [1, 2], "logprobs": [None], "noise": None}}, "malformed"),
         ({"probe": {"input_ids": [1, 2], "logprobs": [-1.0, -1.0], "noise": None}}, "malformed"),

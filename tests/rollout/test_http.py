@@ -380,7 +380,7 @@ async def test_no_answer_leaves_that_wrong_weights_may_have_made(
         update = await http.post("/update_weights", json={"manifest": str(checkpoint)})
         await engine.abort(None)
     assert (update.status_code, held.result().status_code) == (422, 503)
-    assert "does not serve as it was loaded" in held.result().json()["detail"]
+    assert "differs from the weights that were loaded" in held.result().json()["detail"]
     assert (await http.get("/weights")).json()["current"] is None
     assert (await http.get("/ready")).status_code == 503
 

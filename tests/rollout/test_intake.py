@@ -163,7 +163,7 @@ def test_a_prompt_is_scored_beside_its_continuation_if_a_position_is_given() -> 
         ),
         ({"logprob_start_len": 3}, "logprob_start_len must be an integer from 0 to 2"),
         ({"logprob_start_len": -1}, "logprob_start_len must be"),
-        ({"return_logprob": None}, "without return_logprob asks for nothing"),
+        ({"return_logprob": None}, "without return_logprob requests nothing"),
         ({"return_text_in_logprobs": 1}, "return_text_in_logprobs must be true or false"),
         ({"sampling_params": {"max_new_tokens": 0, "temperature": 0.7}}, "scored at temperature 1"),
         ({"sampling_params": {"max_new_tokens": 0, "regex": "a"}}, "regex"),

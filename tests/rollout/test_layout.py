@@ -62,8 +62,8 @@ def test_heads_repeat_where_the_engine_has_more_devices_than_heads() -> None:
         ({"layers.0.mlp.gate_proj.kernel": None}, "mlp.gate_proj"),
         ({"layers.1.mlp.gate_proj.kernel": np.zeros((64, 128), np.float32)}, "layers.1"),
         ({"final_norm.w": np.zeros(65, np.float32)}, "model.norm.scale has shape"),
-        ({"layers.0.mlp.experts.kernel": np.zeros(3, np.float32)}, "no rule for the weight layers.0.mlp.experts"),
-        ({"model.norm.weight": np.zeros(64, np.float32)}, r"no rule for the weight model\.norm\.weight"),
+        ({"layers.0.mlp.experts.kernel": np.zeros(3, np.float32)}, "weight layers.0.mlp.experts.kernel is unknown"),
+        ({"model.norm.weight": np.zeros(64, np.float32)}, r"weight model\.norm\.weight is unknown"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, np.ndarray | None], named: str) -> None:
@@ -96,7 +96,7 @@ def test_experts_are_one_array_in_the_engine() -> None:
         np.testing.assert_array_equal(from_hf["model.layers.1.mlp.wi_1"][i], kept[f"{prefix}.up_proj.weight"].T)
         np.testing.assert_array_equal(from_hf["model.layers.1.mlp.wo"][i], kept[f"{prefix}.down_proj.weight"].T)
     del kept["model.layers.1.mlp.experts.3.up_proj.weight"]
-    with pytest.raises(WeightsError, match="experts are missing"):
+    with pytest.raises(WeightsError, match="others are missing"):
         to_engine(kept, shapes, 32)
 
 

@@ -201,7 +201,7 @@ async def test_other_servers_are_told_what_is_here(updates, engine, trainer):
 async def test_a_server_without_a_puller_passes_nothing_on(engine):
     alone = WeightUpdater(engine, None, MODEL, "test")
     for ask in (alone.read_chunk, alone.holding):
-        with pytest.raises(NotFound, match="passes no weights on"):
+        with pytest.raises(NotFound, match="does not share weights"):
             ask("0" * 64)
 
 
@@ -238,11 +238,11 @@ async def test_one_version_may_come_by_both_ways(updates, trainer):
     ("changes", "message"),
     [
         ({"run": "other"}, "of run 'other'"),
-        ({"model": CONFIG | {"rope_theta": 7.0}}, "of another model"),
-        ({"version": V[3]}, f"the manifest of {V[3]} was offered as that of {V[2]}"),
+        ({"model": CONFIG | {"rope_theta": 7.0}}, "another model than this server"),
+        ({"version": V[3]}, f"the offer of {V[2]} names the manifest of {V[3]}"),
         ({"weights": HUGE}, "has 75497472 bytes"),
         ({"adapter": PublishedAdapter(4, 8.0, HUGE)}, "has 75497472 bytes"),
-        ({"probe": Probe((1, 9), (-0.5,), None)}, "the probe holds token 9"),
+        ({"probe": Probe((1, 9), (-0.5,), None)}, "the probe has token 9"),
     ],
 )
 async def test_what_is_not_of_this_run_and_model_is_not_pulled(updates, engine, trainer, changes, message):

@@ -206,7 +206,7 @@ except MemoryError as error:
     (tmp_path / "params").mkdir()
     (tmp_path / "params" / "d").write_bytes(bytes(2**20))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True)
-    assert "cannot be held: File too large" in done.stdout
+    assert "copy of the checkpoint: File too large" in done.stdout
 
 
 def test_reading_ends_when_nobody_wants_the_weights_any_more(tmp_path: Path) -> None:

@@ -134,7 +134,11 @@ async def serve_adapters(engine: Engine, prompts: list[list[int]], root: Path) -
     [
         (3, {}, "tp_size=3 does not divide num_attention_heads=4"),
         (4, {"intermediate_size": 130}, "tp_size=4 does not divide intermediate_size=130"),
-        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "tp_size=4 and num_key_value_heads=6 none divides"),
+        (
+            4,
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            "tp_size=4 and num_key_value_heads=6: one must divide",
+        ),
     ],
 )
 async def test_a_model_that_does_not_divide_is_refused(

@@ -317,7 +317,7 @@ async def test_an_engine_that_keeps_old_weights_serves_nothing(
     with pytest.raises(WeightsError, match="computes with other arrays"):
         await updates.update(str(publish(tmp_path, "e000001-s000002", seed=1)), None)
     assert updates.current is None
-    assert "e000001-s000002 does not serve as it was loaded" in str(updates.why_not_ready())
+    assert "e000001-s000002 differs from the weights that were loaded" in str(updates.why_not_ready())
     engine.stubborn = False
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
@@ -339,7 +339,7 @@ async def test_weights_that_change_while_they_serve_are_found_and_loaded_again(
     setattr(engine, fault, value)
     await updates.audit()
     assert updates.current is None
-    assert "does not serve as it was loaded" in str(updates.why_not_ready())
+    assert "differs from the weights that were loaded" in str(updates.why_not_ready())
     setattr(engine, fault, good)
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000001", None)
@@ -398,7 +398,7 @@ async def test_what_ran_on_wrong_weights_is_nobodys_data_after_the_right_ones_se
     await updates.catch_up()
     assert updates.why_not_ready() is None
     await engine.abort(None)
-    with pytest.raises(Unavailable, match="not to be trusted"):
+    with pytest.raises(Unavailable, match="changed unexpectedly"):
         await running
     engine.hold = False
     await generation.run([request])

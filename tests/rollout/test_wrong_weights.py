@@ -53,7 +53,7 @@ async def test_a_server_that_computes_with_other_weights_than_it_says_answers_no
         await generation.run([wanted])
         with pytest.raises(WeightsError, match="computes with other arrays"):
             await updates.update(publish(tmp_path, "e000001-s000001", nudged), None)
-        with pytest.raises(Unavailable, match="does not serve as it was loaded"):
+        with pytest.raises(Unavailable, match="differs from the weights that were loaded"):
             await generation.run([wanted])
         await updates.update(publish(tmp_path, "e000001-s000002", weights), None)  # by chance what it has
         await generation.run([wanted])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from services.rollout.api import validation
-from services.rollout.api.event_stream import Put
+from services.rollout.api.event_stream import EventBuffer
 from services.rollout.api.generation import Receive
 from services.rollout.api.routes import RolloutState
 from services.rollout.engines.base import (
@@ -61,7 +61,7 @@ class AnswerSampler:
             answers = [replace(answer, echo=echoes[i // self._asked.n]) for i, answer in enumerate(answers)]
         return answers, usage
 
-    async def stream(self, stream: AnswerStream, put: Put, receive: Receive) -> None:
+    async def stream(self, stream: AnswerStream, put: EventBuffer, receive: Receive) -> None:
         """Put the events of the answers as their tokens are sampled. Raises as `GenerationRunner.run`."""
         begun = False
 

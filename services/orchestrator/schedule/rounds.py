@@ -14,7 +14,7 @@ class Rounds:
     """A round has `n` groups of `group_size` episodes; the next one starts when all of its groups have ended."""
 
     def __init__(self, n: int, group_size: int) -> None:
-        self.cohort = Cohort[int](n, alone=True)
+        self.cohort = Cohort[int](n, one_at_a_time=True)
         self._group_size = group_size
         self._round: tuple[Sequence[int], TurnBarrier] | None = None
 

@@ -1,7 +1,6 @@
 """SGLang's routes that control and describe a server, for its routers and for trainers of other projects.
 
-A route of SGLang that this server cannot honour answers 422 with the reason (REFUSED), so that its callers learn more
-than "not found".
+SGLang routes that this server cannot support answer 422 with the reason (REFUSED) rather than "not found".
 """
 
 from __future__ import annotations
@@ -198,8 +197,8 @@ async def abort_request(request: Request, state: Rollout) -> Response:
 
 @router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=schemas.PAUSE, answer=schemas.STATE))
 async def pause_generation(request: Request, state: Rollout) -> Response:
-    """Stop decoding. `mode`: abort (as SGLang's, if it is left out) ends running requests, in_place keeps their state,
-    retract frees the cache.
+    """Stop decoding. `mode`: abort (SGLang's default) ends running requests, in_place keeps their state, retract frees
+    the cache.
     """
     mode = commit_mode(await _optional_body(request)) or "abort"
     await state.engine.pause()

@@ -1,4 +1,4 @@
-"""Answer of server-sent events, which are sent while they are produced."""
+"""Response of server-sent events, sent as they are produced."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from services.rollout.api.generation import ClientGone
 from shared.errors import VolleyError
 
 
-class Put:
-    """Receiver of events. `n_bytes` are those that the client has not taken yet."""
+class EventBuffer:
+    """Receiver of events. `n_bytes` counts bytes that the client has not read yet."""
 
     def __init__(self) -> None:
         self._events = asyncio.Queue[bytes]()
@@ -29,7 +29,7 @@ class Put:
         return data
 
 
-type Produce = Callable[[Put, Receive], Awaitable[None]]
+type Produce = Callable[[EventBuffer, Receive], Awaitable[None]]
 type Fail = Callable[[VolleyError], bytes]
 
 
@@ -49,7 +49,7 @@ class EventStream(Response):
         self._produce, self._fail = produce, fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, failed = Put(), list[VolleyError]()
+        events, failed = EventBuffer(), list[VolleyError]()
 
         async def work() -> None:
             try:
@@ -77,7 +77,7 @@ class EventStream(Response):
         if not data and failed:
             raise failed[0]
 
-    async def _send_all(self, data: bytes, events: Put, send: Send) -> None:
+    async def _send_all(self, data: bytes, events: EventBuffer, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while data:
             await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from services.rollout.api.event_stream import Put
+from services.rollout.api.event_stream import EventBuffer
 from services.rollout.api.generate_body import AskedPrompt, GenerateBody
 from services.rollout.api.generation import Receive
 from services.rollout.api.routes import RolloutState
@@ -128,7 +128,7 @@ class AnswerGenerator:
         answers = await self._run(receive, self._ends_text if stops else None)
         return answers if self._body.is_batch else answers[0]
 
-    async def stream(self, put: Put, receive: Receive) -> None:
+    async def stream(self, put: EventBuffer, receive: Receive) -> None:
         """Put an event after each step, then one for each whole answer. Raises as `GenerationRunner.run`.
 
         Each event repeats those before, so a client that reads slowly misses some.

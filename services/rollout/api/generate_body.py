@@ -134,7 +134,7 @@ type Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AskedPrompt:
-    """One answer that is asked for.
+    """One requested answer.
 
     Attributes:
         ids: prompt, int32[n].
@@ -235,7 +235,7 @@ def _prompts(body: Mapping[str, Any], info: EngineInfo, encode: Encode | None) -
             raise InputError("input_ids must be a list of integers, or a list of such lists for a batch")
         return ids, True
     if ids is not None:
-        raise InputError("text and input_ids are both there", "send one of them")
+        raise InputError("text and input_ids are both given", "send one of them")
     if encode is None:
         raise InputError("this server has no tokenizer", "send input_ids")
     listed = isinstance(text, list)
@@ -246,7 +246,7 @@ def _prompts(body: Mapping[str, Any], info: EngineInfo, encode: Encode | None) -
 
 
 def _lists(body: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Neutral fields whose value is a list for a batch; `read_prompt` checks each element."""
+    """Return neutral fields with a list of values for a batch; `read_prompt` checks each element."""
     return {name: (body[name],) for name in PER_PROMPT & NEUTRAL_FIELDS.keys() if isinstance(body.get(name), list)}
 
 
@@ -257,7 +257,7 @@ def _of_prompt(body: Mapping[str, Any], i: int, n_prompts: int) -> dict[str, Any
         value = body[name]
         if isinstance(value, list) and value:
             if len(value) != n_prompts:
-                raise InputError(f"{name} has {len(value)} values for {n_prompts} prompts")
+                raise InputError(f"{name} has {len(value)} values, but there are {n_prompts} prompts")
             found[name] = value[i]
     return found
 
@@ -300,7 +300,7 @@ def _sample(asked: AskedPrompt, rid: str | None, k: int) -> AskedPrompt:
 
 
 def _samples_nothing(sampling: Any) -> bool:
-    """True if only log-probabilities of the prompt are asked for: `max_new_tokens` is 0."""
+    """True if only log-probabilities of the prompt are requested: `max_new_tokens` is 0."""
     return isinstance(sampling, Mapping) and is_one_of(sampling.get("max_new_tokens"), (0,))
 
 
@@ -312,7 +312,7 @@ def _check_scoring(body: Mapping[str, Any], sampling: Any, info: EngineInfo, ids
             f"temperature={temperature:g}: a prompt is scored at temperature 1", "remove it from the request"
         )
     if body.get("return_logprob") is not True:
-        raise InputError("max_new_tokens=0 without return_logprob asks for nothing", "send return_logprob=true")
+        raise InputError("max_new_tokens=0 without return_logprob requests nothing", "send return_logprob=true")
     if len(ids) > room(info):
         raise ContextExceeded.of(room(info), len(ids))
     if _routed_from(body, len(ids)) is not None:
@@ -346,10 +346,10 @@ def _routed_from(body: Mapping[str, Any], n_prompt: int) -> int | None:
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
-    """Read stop strings; empty ones are left out. Raises InputError."""
+    """Read stop strings; empty ones are ignored. Raises InputError."""
     stops: Any = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or any(not isinstance(one, str) for one in stops):
         raise InputError(f"stop must be a text or a list of texts, not {short(stop)}")
     if len(stops) > MAX_STOP_STRINGS:
-        raise InputError(f"stop holds {len(stops)} texts, at most {MAX_STOP_STRINGS} are taken")
+        raise InputError(f"stop has {len(stops)} texts, but at most {MAX_STOP_STRINGS} are allowed")
     return tuple(one for one in stops if one)

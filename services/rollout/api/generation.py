@@ -41,11 +41,11 @@ class GenerationRunner:
     """Runs all requests to the engine.
 
     Args:
-        updates: tells whether the serving weights can be used. It is asked before a request runs, and again before its
-            answer leaves: tokens of weights that turned out wrong are never answered, even if right ones serve by then.
+        updates: knows whether the serving weights can be used. It is asked before a request runs, and again before its
+        answer is sent: tokens of wrong weights are never returned, even if correct ones serve by then.
 
-    Once `drain` has begun, new requests are refused. Running ones have half of the grace to end; then they are ended
-    with the tokens they have.
+    Once `drain` has started, new requests are refused. Running ones get half of the grace period to finish; then they
+    end with the tokens they have.
     """
 
     engine: Engine
@@ -57,7 +57,7 @@ class GenerationRunner:
     _scoring: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def why_not(self) -> Unavailable | None:
-        """Return the reason why no requests should be routed here; None if they may be."""
+        """Return why no requests may be routed here; None if they may be."""
         if self.draining:
             return NotReady("the server is stopping")
         if self.engine.silent_s >= SILENT_S:
@@ -74,11 +74,11 @@ class GenerationRunner:
         Raises Unavailable while requests must not be routed here or too many are here already, ClientGone (the engine
         has then been told to stop), and as `Engine.generate`.
         """
-        began = time.time()
-        results = await self._trusted(len(requests), lambda: _for_client(self._all(requests, watch), receive))
+        started_at = time.time()
+        results = await self._run_if_ready(len(requests), lambda: _for_client(self._all(requests, watch), receive))
         for result in results:
             metrics.count(result)
-            _trace(result, began)
+            _trace(result, started_at)
         return results
 
     async def score(self, ids: np.ndarray, receive: Receive | None = None, top_logprobs: int = 0) -> ScoredTokens:
@@ -89,13 +89,13 @@ class GenerationRunner:
         One text is scored at a time, because the engine samples nothing meanwhile; texts of disconnected clients are
         skipped.
         """
-        return await self._trusted(1, lambda: _for_client(self._scored(ids, top_logprobs), receive))
+        return await self._run_if_ready(1, lambda: _for_client(self._scored(ids, top_logprobs), receive))
 
     async def _scored(self, ids: np.ndarray, top_logprobs: int) -> ScoredTokens:
         async with self._scoring:
             return await self.engine.score(ids, top_logprobs)
 
-    async def _trusted[T](self, n: int, work: Callable[[], Awaitable[T]]) -> T:
+    async def _run_if_ready[T](self, n: int, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of n requests if the weights can still be used. Raises Unavailable if not."""
         self._admit(n)
         n_resets = self.updates.state.n_resets
@@ -108,13 +108,13 @@ class GenerationRunner:
         if (wrong := self.updates.why_not_ready()) is not None:
             raise wrong
         if self.updates.state.n_resets != n_resets:
-            raise NotReady("weights that served meanwhile are not to be trusted", "send the request again")
+            raise NotReady("the weights changed unexpectedly while this request ran", "send the request again")
         return found
 
     def _admit(self, n: int) -> None:
         if (error := self.why_not()) is not None:
             raise type(error)(error.detail, "send the request to another server")
-        limit = validation.crowd(self.engine.info)
+        limit = validation.max_requests(self.engine.info)
         validation.check_count(n, self.engine.info)
         if self.n_requests + n > limit:
             raise RateLimited(
@@ -190,15 +190,15 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _trace(result: GenerateResult, began: float) -> None:
-    """Record the phases of a request below the present span; `began` is a time as time.time() gives."""
+def _trace(result: GenerateResult, started_at: float) -> None:
+    """Record the phases of a request below the present span; `started_at` is a time as time.time() gives."""
     place = tracing.here()
     for phase, seconds in zip(("queue wait", "prefill"), result.waited_s, strict=False):
-        tracing.record(phase, place, began, began + seconds)
-        began += seconds
+        tracing.record(phase, place, started_at, started_at + seconds)
+        started_at += seconds
     about = {
         "gen_ai.usage.input_tokens": result.prompt_tokens,
         "gen_ai.usage.output_tokens": len(result.output_ids),
         "volley.cached_tokens": result.cached_tokens,
     }
-    tracing.record("decode" if result.waited_s else "generate", place, began, attributes=about)
+    tracing.record("decode" if result.waited_s else "generate", place, started_at, attributes=about)

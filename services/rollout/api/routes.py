@@ -87,7 +87,7 @@ async def stage(request: Request, state: Rollout) -> Response:
 
 @router.post("/weights/commit", tags=["weights"], openapi_extra=declares(body=schemas.COMMIT, answer=schemas.COMMITTED))
 async def commit(request: Request, state: Rollout) -> Response:
-    """Make the staged `version` serve, between two steps. Refused if `base_version` is given and does not serve."""
+    """Make the staged `version` serve, between two steps. Refused if `base_version` is given but is not serving."""
     body = await read_body(request)
     base = text_field(body, "base_version") if body.get("base_version") is not None else None
     return respond(
@@ -156,7 +156,7 @@ async def update_weights_from_disk(request: Request, state: Rollout) -> Response
     path, mode = text_field(body, "model_path"), _disk_mode(body)
     name = None if body.get("weight_version") is None else text_field(body, "weight_version")
     if name is not None and len(name) > _MAX_NAME:
-        raise InputError(f"weight_version has {len(name)} characters, at most {_MAX_NAME} are taken")
+        raise InputError(f"weight_version has {len(name)} characters, but at most {_MAX_NAME} are allowed")
     pauses = boolean("keep_pause", body.get("keep_pause")) and not (await state.engine.status()).paused
     if pauses:
         await state.engine.pause()

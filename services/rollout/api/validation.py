@@ -87,15 +87,17 @@ def room(info: EngineInfo) -> int:
     return min(info.context_length, info.max_total_tokens) - 1
 
 
-def crowd(info: EngineInfo) -> int:
-    """Return how many requests the service takes at most."""
+def max_requests(info: EngineInfo) -> int:
+    """Return the maximum number of requests that the service accepts."""
     return CROWD * info.max_running_requests
 
 
 def check_count(n: int, info: EngineInfo) -> None:
     """Raise InputError for more samples in one body than the service takes, before anything is built for each."""
-    if n > crowd(info):
-        raise InputError(f"{n} samples are more than the {crowd(info)} requests this server takes at once")
+    if n > max_requests(info):
+        raise InputError(
+            f"{n} samples are requested, but this server runs at most {max_requests(info)} requests at once"
+        )
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -144,7 +146,7 @@ def _biases(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
         raise InputError(f"logit_bias must be an object of at most {MAX_BIASES} token ids, not {short(value)}")
     for token in value:
         if not (str(token).isascii() and str(token).isdigit() and int(token) < vocab_size):
-            raise InputError(f"logit_bias names {short(token)}, which is no token id below {vocab_size}")
+            raise InputError(f"logit_bias has {short(token)}, which is not a token id below {vocab_size}")
     return tuple(
         (int(token), number(f"logit_bias[{token}]", bias, 0.0, -MAX_BIAS, MAX_BIAS)) for token, bias in value.items()
     )
@@ -201,14 +203,14 @@ def check_stops(value: Any, vocab_size: int) -> tuple[int, ...]:
     if not isinstance(items, list) or any(type(token) is not int or not 0 <= token < vocab_size for token in items):
         raise InputError(f"stop_token_ids must be a list of ids below {vocab_size}, not {short(value)}")
     if len(items) > MAX_STOPS:
-        raise InputError(f"stop_token_ids holds {len(items)} ids, at most {MAX_STOPS} are taken")
+        raise InputError(f"stop_token_ids has {len(items)} ids, but at most {MAX_STOPS} are allowed")
     return tuple(items)
 
 
 def _top_k(value: Any) -> int:
     top_k = integer("top_k", value, -1, -1, MAX_TOP_K)
     if top_k == 0:
-        raise InputError("top_k=0 keeps no token", "use -1 for all")
+        raise InputError("top_k=0 would exclude every token", "use -1 for all")
     return top_k
 
 

@@ -31,7 +31,7 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class EngineServer:
-    """Inference server of another project that an engine stands in front of.
+    """External inference server that an engine forwards to.
 
     Args:
         folder: for weights; the server reads it under the same path.
@@ -252,7 +252,7 @@ class Engine(Protocol):
     """A running engine. Every method may raise EngineDied; `audit`, `status` and `abort` raise Unavailable if the
     engine is too busy to answer.
 
-    An engine without a capability (`shared.engine_kinds.Capability`) never makes up what it cannot know:
+    An engine without a capability (`shared.engine_kinds.Capability`) never guesses:
 
     - exact_ids: it serves no run.
     - spans: `GenerateResult.versions` is one span, of the version that served when the request began.
@@ -261,8 +261,9 @@ class Engine(Protocol):
     - routing: `GenerateResult.routed_experts` is None.
     - probe: `stage` ignores the probe, and `Live.logprobs` is None.
 
-    An engine in front of a server loads weights in `commit`, which may then raise WeightsError or Unavailable; `audit`
-    says what serves afterwards. It outlives its server: calls fail with EngineDied or Unavailable until it is back.
+    An engine that forwards to a server loads weights in `commit`, which may then raise WeightsError or Unavailable;
+    `audit` says what serves afterwards. It outlives its server: calls fail with EngineDied or Unavailable until it is
+    back.
     """
 
     @property
@@ -294,7 +295,7 @@ class Engine(Protocol):
         ...
 
     async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
-        """Load weights beside the serving ones while decoding goes on. They replace weights that were staged before.
+        """Load weights next to the serving ones while decoding continues. They replace weights that were staged before.
 
         Until `arriving` is done, missing chunks are still being pulled; an error of `arriving` is raised here.
 

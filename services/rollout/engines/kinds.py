@@ -1,4 +1,4 @@
-"""How the engine of a `rollout.engine.kind` is opened."""
+"""Import the function that opens an engine of a `rollout.engine.kind`."""
 
 from __future__ import annotations
 

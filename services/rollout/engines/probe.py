@@ -1,5 +1,4 @@
-"""Are these the weights that were meant? The two answers, for the engine that loads them and for the service that
-judges it.
+"""Check that loaded weights are the intended ones: by a probe and by a checksum, in the engine and in the service.
 
 The probe compares log-probabilities with the trainer's: it finds a wrong model, layout or tensor, not a wrong bit, and
 not an older version once a step changes less than the arithmetic's rounding. The checksum compares bits: it finds

@@ -40,7 +40,7 @@ def examine(path: Path, model: ModelConfig, run: str, name: str | None = None) -
         raise WeightsError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
     manifest = checkpoint_files.read_manifest(folder)
     if name not in (None, manifest.version):
-        raise WeightsError(f"{manifest.version} is a checkpoint of the trainer's, and cannot be called {name}")
+        raise WeightsError(f"{manifest.version} is a checkpoint of the trainer and cannot be renamed to {name}")
     saved.check(folder)
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
@@ -98,7 +98,7 @@ def _bounded(manifest: PublishedManifest, model: ModelConfig) -> None:
 def check_bytes(what: str, n_bytes: int, model: ModelConfig) -> None:
     """Raises WeightsError for more than a float32 for each number of the model."""
     if n_bytes > (most := _NUMBER_BYTES * model.n_numbers + _BESIDE_BYTES):
-        raise WeightsError(f"{what} has {n_bytes} bytes, this server's model has {most} at most")
+        raise WeightsError(f"{what} has {n_bytes} bytes, but this server's model has at most {most}")
 
 
 def _files(tree: WeightTree) -> tuple[ManifestFile, ...]:
@@ -110,7 +110,9 @@ def _base(manifest: Manifest, folder: Path) -> StagedBase | None:
         return None
     where = confined(folder.parent, adapter.base.folder(folder.parent))
     if not where.is_dir():
-        raise WeightsError(f"{manifest.version} is of the base {adapter.base.digest}, which is not in {where.parent}")
+        raise WeightsError(
+            f"{manifest.version} needs the base {adapter.base.digest}, which is missing in {where.parent}"
+        )
     return StagedBase(str(where), adapter.base.digest, adapter.base.files, adapter.base.tree, adapter.scale)
 
 
@@ -118,18 +120,19 @@ def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
     _same_run(manifest.version, manifest.run, run)
     if manifest.version != folder.name:
         raise WeightsError(
-            f"the manifest of {manifest.version} lies in {folder.name}", "a checkpoint's folder has its version's name"
+            f"folder {folder.name} holds the manifest of {manifest.version}",
+            "a checkpoint's folder has its version's name",
         )
     if manifest.kind != ("adapter" if manifest.adapter else "full"):
         raise WeightsError(
-            f"{manifest.version} is of kind {manifest.kind!r}; this server loads full weights, and adapters of a base"
+            f"{manifest.version} has kind {manifest.kind!r}; this server loads full weights and adapters with a base"
         )
 
 
 def _same_run(version: str, run: str, ours: str) -> None:
     if run != ours:
         raise WeightsError(
-            f"{version} is of run {run!r}, this server belongs to {ours!r}", "is run.name the trainer's?"
+            f"{version} belongs to run {run!r}, but this server serves run {ours!r}", "is run.name the trainer's?"
         )
 
 
@@ -137,11 +140,11 @@ def _same_model(manifest: Manifest | PublishedManifest, model: ModelConfig) -> N
     try:
         theirs = ModelConfig.parse(manifest.model, f"the manifest of {manifest.version}")
     except ConfigError as error:
-        raise WeightsError(f"{manifest.version} is of no model that this server computes: {error}") from error
+        raise WeightsError(f"{manifest.version} has an unsupported model: {error}") from error
     if key := model.difference(theirs):
         says, ours = getattr(theirs, key), getattr(model, key)
         raise WeightsError(
-            f"{manifest.version} is of another model: {key} is {says}, this server's is {ours}",
+            f"{manifest.version} has another model than this server: {key} is {says} instead of {ours}",
             "is model.path the trainer's?",
         )
 
@@ -155,14 +158,16 @@ def _probe(
         return None, None, None
     ids, logprobs = np.array(probe.input_ids, np.int32), np.array(probe.logprobs, np.float32)
     if ids.max() >= vocab_size:
-        raise WeightsError(f"{manifest.version}: the probe holds token {ids.max()}, the vocabulary has {vocab_size}")
+        raise WeightsError(
+            f"{manifest.version}: the probe has token {ids.max()}, but the vocabulary has only {vocab_size} tokens"
+        )
     return ids, logprobs, None if probe.noise is None else np.asarray(probe.noise, np.float32)
 
 
 def _hugging_face(folder: Path, name: str) -> StagedWeights:
     if WeightVersion.of_name(name) is not None:
         raise WeightsError(
-            f"{folder} holds no {checkpoint_files.MANIFEST}, but {name} is the name of a version of the trainer's"
+            f"{folder} holds no {checkpoint_files.MANIFEST}, but {name} is a version name reserved for the trainer"
         )
     for file_name in (WEIGHTS, INDEX, UNMERGED):
         confined(folder, file_name)

@@ -1,4 +1,4 @@
-"""Versions that could not be loaded: which are tried again, and when."""
+"""Versions that could not be loaded, and when they are retried."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ class FailedVersion:
     def of(cls, version: str, content: str, error: VolleyError, before: FailedVersion | None) -> Self:
         """Build the record of a failure; `before` is the last one, if nothing was loaded since."""
         reason, refusals = str(error), int(isinstance(error, _REFUSALS))
-        if refusals and before and before.is_of(version, content) and _words(before.reason) == _words(reason):
+        if (
+            refusals
+            and before
+            and before.is_of(version, content)
+            and _without_numbers(before.reason) == _without_numbers(reason)
+        ):
             refusals += before.refusals
         return cls(version, time.monotonic(), reason, refusals, content)
 
@@ -56,8 +61,8 @@ def content_of(folder: Path) -> str:
     return ""
 
 
-def _words(reason: str) -> str:
-    """Return a reason without its figures, which may differ a little between two computations on the same weights."""
+def _without_numbers(reason: str) -> str:
+    """Remove the numbers of a reason: they may differ slightly between two computations on the same weights."""
     return re.sub(r"\d[\d.,e+-]*", "", reason)
 
 
@@ -73,22 +78,22 @@ class LoadFailures:
         return self.last if self.last is not None and self.last.refusals >= MOST_REFUSALS else None
 
     def delays(self, version: str, content: str) -> bool:
-        """True if the version is not to be tried now: it failed a moment ago, or for good."""
+        """True if the version must not be tried now: it failed recently, or for good."""
         last = self.last
         if last is None or not last.is_of(version, content):
             return False
         return last is self.final or time.monotonic() < last.at + RETRY_BAD_S * 2 ** max(0, last.refusals - 1)
 
     def check(self, version: str, content: str) -> None:
-        """Raise WeightsError if the version is not loaded again."""
+        """Raise WeightsError if the version failed for good."""
         if (final := self.final) is not None and final.is_of(version, content):
             raise WeightsError(
                 final.reason, f"failed {final.refusals} times: publish other weights or restart the server"
             )
 
     @contextmanager
-    def noting(self, version: str, content: str) -> Iterator[None]:
-        """Record that the version cannot be loaded, or that it was loaded."""
+    def recording(self, version: str, content: str) -> Iterator[None]:
+        """Record whether the version was loaded or could not be."""
         try:
             yield
         except (*_REFUSALS, OutOfMemory, Conflict) as error:

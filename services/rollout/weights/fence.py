@@ -1,4 +1,4 @@
-"""Refusal of versions that are older than one that has served, until the run is restarted from an empty folder."""
+"""Reject versions older than one that has served, until the run is restarted from an empty folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VersionFence:
         if version is None:
             return
         if newest is not None and newest.epoch > version.epoch:
-            raise Conflict(f"{found.version} is of an earlier epoch than {newest}, the run's newest")
+            raise Conflict(f"{found.version} has an earlier epoch than {newest}, the run's newest version")
         if self.served is None:
             return
         published = run_id is not None and self.served.run_id is not None
@@ -58,7 +58,7 @@ class VersionFence:
                 "all versions of a run build on one base",
             )
         if alike and serving is not None and serving.version == found.version and serving.digest != found.digest:
-            raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")
+            raise Conflict(f"{found.version} is already serving with another digest", "a version is published once")
 
     def advance(self, update: StagedUpdate) -> None:
         """Record that `update` serves; weights with a name of their own are not the run's, and are ignored."""

@@ -1,6 +1,6 @@
-"""Leases that keep the serving version while it is measured: no other version is committed before they end.
+"""Leases that keep the serving version during an evaluation: no other version is committed before they end.
 
-A lease ends when its holder releases it, or after its time: a holder that died delays an update by seconds.
+A lease ends when its holder releases it or when it expires, so a dead holder delays an update only by seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VersionHolds:
     def take(self, holder: str, version: str, seconds: float) -> None:
         """Hold `version` for `seconds` from now; 0 releases it. Raises Conflict while others hold another version."""
         if seconds and self.blocks(version):
-            raise Conflict(f"{self._version} is held for another {self._left_s():.1f} s, so {version} cannot be held")
+            raise Conflict(f"{version} cannot be held: {self._version} is held for another {self._left_s():.1f} s")
         if seconds:
             self._version, self._until[holder] = version, self._clock() + min(seconds, MAX_S)
         else:

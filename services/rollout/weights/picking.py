@@ -1,4 +1,4 @@
-"""Choice of the next chunk that a server pulls, and of its source.
+"""Choose the next chunk that a server pulls, and its source.
 
 All servers share the trainer's uplink, so the trainer is asked first for chunks that no other server has. Servers that
 pull the same version then soon have different chunks and exchange them in both directions (rarest first, as in
@@ -26,7 +26,7 @@ class Source:
     """Server that may have chunks.
 
     It is avoided until the monotonic time `avoided`, for `reason`; it was busy until `rests`, `n_rests` times in a row.
-    `holding` tells which of the wanted chunks it has, in their order; None if that is not known.
+    `holding` says which of the wanted chunks it has, in their order; None if unknown.
     """
 
     url: str
@@ -58,11 +58,11 @@ class Source:
 class ChunkPicker:
     """Args:
     missing: bool[n], the wanted chunks that are neither here nor being pulled.
-    are_told: whether other servers report their chunks; if not, they are asked before the trainer.
+    have_reports: other servers report their chunks; if not, they are asked before the trainer.
     """
 
-    def __init__(self, missing: np.ndarray, *, are_told: bool = True) -> None:
-        self._missing, self._unknown = missing, 2 if are_told else 0
+    def __init__(self, missing: np.ndarray, *, have_reports: bool = True) -> None:
+        self._missing, self._unknown = missing, 2 if have_reports else 0
 
     @property
     def n_missing(self) -> int:
@@ -75,9 +75,9 @@ class ChunkPicker:
         self._missing[:] = False
 
     def pick(self, sources: Sequence[Source], now: float) -> tuple[int, Source | None] | None:
-        """Return the next chunk, which then is not missing any more, and its source.
+        """Return the next chunk, no longer counted as missing, and its source.
 
-        The source is None if no source may have a missing chunk now. Returns None if no chunk is missing.
+        The source is None if no source can be asked now. Returns None if no chunk is missing.
         """
         missing = self._missing
         if not missing.any():

@@ -1,8 +1,8 @@
 """Pull chunks of published weights from the trainer and other servers into a folder of this server's own.
 
-Several chunks are pulled at once, roughly in the caller's order. `picking` chooses the source of each, from what the
-other servers report now and then of their chunks. If a connection breaks, the bytes received so far are kept, and the
-rest is requested from any source.
+Several chunks are pulled at once, roughly in the caller's order. `picking` chooses the source of each, from the chunks
+that other servers report from time to time. If a connection breaks, the bytes received so far are kept, and the rest is
+requested from any source.
 
 Invariants: a chunk enters the folder only if it has the digest that names it, whichever source sent it; a source that
 sent wrong bytes, too many, or too slowly is logged, counted, and avoided for a while; a chunk that was pulled is not
@@ -35,13 +35,13 @@ N_AT_ONCE = 4
 PATIENCE_S, PATIENCE_FIRST_S, PATIENCE_BUSY_S = 10.0, 3.0, 30.0
 _PROGRESS_BYTES = 2**16
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
-_LOOK_S, _LOOK_TIMEOUT_S = 0.2, 5.0
+_POLL_S, _POLL_TIMEOUT_S = 0.2, 5.0
 _N_HOLDINGS = 2
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
 """Seconds for which a source is avoided, by its failure."""
 _log = telemetry.Log("pull")
 
-type Way = Callable[[Chunk], Sequence[Delta]]
+type DeltasOf = Callable[[Chunk], Sequence[Delta]]
 """Returns the deltas that turn a chunk in the folder into this one, in order; none if it must be pulled whole."""
 
 
@@ -49,12 +49,12 @@ def _whole(_: Chunk) -> Sequence[Delta]:
     return ()
 
 
-class TooMuch(Exception):
-    """A source sends more than the chunk has."""
+class ChunkTooLong(Exception):
+    """A source sent more bytes than the chunk has."""
 
 
-class PutOff(Exception):
-    """The source lacks the chunk or is busy; nothing of the chunk is here, and another chunk may be picked."""
+class ChunkPostponed(Exception):
+    """The source lacks the chunk or is busy, and nothing of it has arrived: another chunk may be picked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,20 @@ class WantedVersion:
 
 @dataclass
 class _Download:
-    """A chunk that is being pulled: the first `n_bytes` of `into` are here, sent by `givers`.
+    """A chunk that is being pulled: the first `n_bytes` of `into` are here, sent by `senders`.
 
     `lacking` are the sources that do not have it now, each with its number of tries and the time of the next one.
-    `index` is the chunk's place among the wanted ones; None for a delta.
+    `index` is the chunk's position among the wanted ones; None for a delta.
     """
 
     chunk: Chunk
     into: memoryview
     index: int | None = None
     n_bytes: int = 0
-    givers: set[Source] = field(default_factory=set)
+    senders: set[Source] = field(default_factory=set)
     lacking: dict[Source, tuple[int, float]] = field(default_factory=dict)
     is_mixed: bool = True  # whether several sources may send parts of it
-    may_be_put_off: bool = False
+    may_be_postponed: bool = False
 
 
 class ChunkPuller:
@@ -92,23 +92,27 @@ class ChunkPuller:
         self._holdings: dict[str, tuple[Sequence[str], Holding]] = {}
 
     def holding(self, manifest: str) -> Holding:
-        """Return which chunks of a version are here. Raises NotFound for a version that was not pulled lately."""
+        """Return the chunks of a version that this server has. Raises NotFound if it was not pulled lately."""
         if (found := self._holdings.get(manifest)) is None:
-            raise NotFound(f"nothing is known here of the version with the manifest {manifest}")
+            raise NotFound(f"this server has not pulled the version with manifest {manifest} lately")
         return found[1]
 
     async def retain(self, digests: Collection[str]) -> None:
-        """Remove all other chunks, also from what other servers are told."""
+        """Remove all other chunks, and stop reporting them to other servers."""
         await asyncio.to_thread(self.chunks.retain, digests)
         for names, holding in self._holdings.values():
             holding.has[:] &= np.fromiter((name in digests for name in names), np.bool_, len(names))
 
     async def pull(
-        self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
+        self,
+        wanted: Iterable[Chunk],
+        sources: Sequence[str],
+        deltas_of: DeltasOf = _whole,
+        of: WantedVersion | None = None,
     ) -> int:
-        """Bring the wanted chunks into the folder, some by the deltas that `way` gives. Returns the bytes pulled.
+        """Pull the wanted chunks into the folder, some as deltas from `deltas_of`. Returns the bytes pulled.
 
-        If `of` names their version, other servers are asked which of its chunks they have, and told which are here.
+        If `of` names their version, servers report to each other which of its chunks they have.
 
         Raises Unavailable, naming each source's failure, if no source sends anything for `PATIENCE_S`
         (`PATIENCE_FIRST_S` at first, `PATIENCE_BUSY_S` while one is busy), or none is left; and StorageFull. Chunks
@@ -116,16 +120,18 @@ class ChunkPuller:
         """
         chunks = list(wanted)
         missing = await asyncio.to_thread(lambda: np.array([c.blake3 not in self.chunks for c in chunks], np.bool_))
-        places = {name: i for i, name in enumerate(of.chunks if of is not None else [c.blake3 for c in chunks])}
-        order = np.array([places[chunk.blake3] for chunk in chunks], np.int64)
-        own = Holding.nothing(len(places))
+        positions = {name: i for i, name in enumerate(of.chunks if of is not None else [c.blake3 for c in chunks])}
+        order = np.array([positions[chunk.blake3] for chunk in chunks], np.int64)
+        own = Holding.nothing(len(positions))
         own.has[order] = ~missing
         if of is not None:
             others = [(name, held) for name, held in self._holdings.items() if name != of.manifest]
             self._holdings = dict([*others, (of.manifest, (of.chunks, own))][-_N_HOLDINGS:])
         async with AsyncExitStack() as stack:
-            opened = [await self._opened(stack, i, url) for i, url in self._others(sources)]
-            pull = _Pull(self.chunks, chunks, missing, way, opened, _Progress(own, order), are_told=of is not None)
+            opened = [await self._opened(stack, i, url) for i, url in self._other_sources(sources)]
+            pull = _Pull(
+                self.chunks, chunks, missing, deltas_of, opened, _Progress(own, order), have_reports=of is not None
+            )
             try:
                 await self._done(pull, of)
             finally:
@@ -135,27 +141,31 @@ class ChunkPuller:
         return pull.n_bytes
 
     async def _done(self, pull: _Pull, of: WantedVersion | None) -> None:
-        async with asyncio.TaskGroup() as beside:
+        async with asyncio.TaskGroup() as polling:
             others = [source for source in pull.sources if not source.is_trainer]
-            looks = [] if of is None else [beside.create_task(pull.look(source, of)) for source in others]
+            polls = [] if of is None else [polling.create_task(pull.poll_holding(source, of)) for source in others]
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(N_AT_ONCE, pull.n_missing)):
                     group.create_task(pull.work())
-            for look in looks:
-                look.cancel()
+            for poll in polls:
+                poll.cancel()
 
     @asynccontextmanager
-    async def beside(
-        self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
+    async def pull_in_background(
+        self,
+        wanted: Iterable[Chunk],
+        sources: Sequence[str],
+        deltas_of: DeltasOf = _whole,
+        of: WantedVersion | None = None,
     ) -> AsyncIterator[asyncio.Future[dict[str, float]]]:
-        """Pull while the block runs; leaving the block cancels the pull.
+        """Pull in the background while the block runs; leaving the block cancels the pull.
 
-        Yields a future that is done, with seconds and bytes, when all chunks are in the folder; it raises as `pull`.
+        Yields a future of the seconds and bytes, done when all chunks are in the folder; it raises as `pull`.
         """
 
         async def timed() -> dict[str, float]:
             start = time.perf_counter()
-            n_bytes = await self.pull(wanted, sources, way, of)
+            n_bytes = await self.pull(wanted, sources, deltas_of, of)
             metrics.PULLED.inc(n_bytes)
             return {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
 
@@ -166,7 +176,7 @@ class ChunkPuller:
             pulling.cancel()
             await asyncio.gather(pulling, return_exceptions=True)
 
-    def _others(self, sources: Sequence[str]) -> list[tuple[int, str]]:
+    def _other_sources(self, sources: Sequence[str]) -> list[tuple[int, str]]:
         return [(i, url.rstrip("/")) for i, url in enumerate(sources) if url.rstrip("/") != self._own]
 
     async def _opened(self, stack: AsyncExitStack, i: int, url: str) -> Source:
@@ -177,7 +187,7 @@ class ChunkPuller:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Chunks that other servers are told of, in the manifest's order; `order` is the place of each wanted chunk."""
+    """Chunks that other servers are shown, in the manifest's order; `order` is each wanted chunk's position."""
 
     own: Holding
     order: np.ndarray
@@ -192,42 +202,42 @@ class _Progress:
 
 
 class _Pull:
-    """One update's chunks."""
+    """Pull of one update's chunks."""
 
     def __init__(
         self,
         folder: ChunkFolder,
         chunks: Sequence[Chunk],
         missing: np.ndarray,
-        way: Way,
+        deltas_of: DeltasOf,
         sources: Sequence[Source],
         progress: _Progress,
         *,
-        are_told: bool,
+        have_reports: bool,
     ) -> None:
-        self._way, self.sources, self.n_bytes = way, sources, 0
+        self._deltas_of, self.sources, self.n_bytes = deltas_of, sources, 0
         self.failure: VolleyError | None = None
         self._chunks, self._wanted, self._progress = folder, chunks, progress
-        self._picker = ChunkPicker(missing, are_told=are_told)
-        self._room = max((chunk.size for chunk, lacks in zip(chunks, missing, strict=True) if lacks), default=0)
+        self._picker = ChunkPicker(missing, have_reports=have_reports)
+        self._buffer_size = max((chunk.size for chunk, lacks in zip(chunks, missing, strict=True) if lacks), default=0)
         self._last_byte, self._n_blocks, self._fresh = time.monotonic(), 0, 0
 
     @property
     def n_missing(self) -> int:
         return self._picker.n_missing
 
-    async def look(self, source: Source, of: WantedVersion) -> None:
-        """Ask another server repeatedly which chunks it has, until cancelled."""
-        pause_s = _LOOK_S
+    async def poll_holding(self, source: Source, of: WantedVersion) -> None:
+        """Poll another server for the chunks it has, until cancelled."""
+        pause_s = _POLL_S
         while True:
             try:
-                async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                async with asyncio.timeout(_POLL_TIMEOUT_S):
                     found = await source.client.holding(of.manifest, len(of.chunks))
-                source.holding, pause_s = found.in_order(self._progress.order), _LOOK_S
+                source.holding, pause_s = found.in_order(self._progress.order), _POLL_S
             except NotFound:
-                source.holding, pause_s = Holding.nothing(len(self._wanted)), _LOOK_S
+                source.holding, pause_s = Holding.nothing(len(self._wanted)), _POLL_S
             except (VolleyError, TimeoutError):
-                source.holding, pause_s = None, min(_LOOK_TIMEOUT_S, 2 * pause_s)
+                source.holding, pause_s = None, min(_POLL_TIMEOUT_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
 
     async def work(self) -> None:
@@ -236,43 +246,43 @@ class _Pull:
         If it were raised, Python 3.12.1 would count the cancellation of the task that waits for the workers as one that
         is still under way.
         """
-        room = memoryview(bytearray(self._room))
+        buffer = memoryview(bytearray(self._buffer_size))
         try:
             while (picked := self._picker.pick(self.sources, time.monotonic())) is not None:
                 index, source = picked
                 try:
                     with source.transfer() if source else nullcontext():  # counts as load of the source from now on
-                        is_made = await self._is_made(self._wanted[index], room)
+                        is_made = await self._make_from_deltas(self._wanted[index], buffer)
                     if not is_made:
-                        await self._fetch(self._wanted[index], room, index, source)
+                        await self._fetch(self._wanted[index], buffer, index, source)
                     self._progress.has(index)
-                except PutOff:
+                except ChunkPostponed:
                     if self.failure is None:
                         self._picker.put_back(index)
         except VolleyError as error:
             self.failure = self.failure or error
             self._picker.clear()
 
-    async def _is_made(self, chunk: Chunk, room: memoryview) -> bool:
-        """Make the chunk from one that is here, by its deltas. Returns whether that succeeded."""
-        if not (deltas := await asyncio.to_thread(self._way, chunk)):
+    async def _make_from_deltas(self, chunk: Chunk, buffer: memoryview) -> bool:
+        """Make the chunk from one in the folder by its deltas. Returns True on success."""
+        if not (deltas := await asyncio.to_thread(self._deltas_of, chunk)):
             return False
         try:
             for delta in deltas:
                 if delta.chunk.blake3 not in self._chunks:
-                    await self._fetch(delta.chunk, room)
+                    await self._fetch(delta.chunk, buffer)
         except Unavailable as error:
             _log.info("delta not available", chunk=chunk.blake3, reason=str(error))
             return False
-        if not await asyncio.to_thread(self._made, chunk, deltas, room):
-            _log.warning("delta gives another chunk", chunk=chunk.blake3, base=deltas[0].base)
+        if not await asyncio.to_thread(self._apply_deltas, chunk, deltas, buffer):
+            _log.warning("delta produced a wrong chunk", chunk=chunk.blake3, base=deltas[0].base)
             return False
         return True
 
-    def _made(self, chunk: Chunk, deltas: Sequence[Delta], room: memoryview) -> bool:
-        """Apply the deltas; False, with nothing kept, if base or delta is wrong or gone. It blocks."""
+    def _apply_deltas(self, chunk: Chunk, deltas: Sequence[Delta], buffer: memoryview) -> bool:
+        """Apply the deltas and store the chunk; False if base or delta is wrong or missing. Blocks."""
         try:
-            data = room[: self._chunks.read_into(deltas[0].base, room)]
+            data = buffer[: self._chunks.read_into(deltas[0].base, buffer)]
             for delta in deltas:
                 apply(data, self._chunks.read(delta.chunk.blake3))
         except (ValueError, NotFound):
@@ -280,32 +290,32 @@ class _Pull:
         return self._chunks.add(chunk, data)
 
     async def _fetch(
-        self, chunk: Chunk, room: memoryview, index: int | None = None, picked: Source | None = None
+        self, chunk: Chunk, buffer: memoryview, index: int | None = None, picked: Source | None = None
     ) -> None:
-        """Pull one chunk. Raises Unavailable, StorageFull, and PutOff if a source was picked."""
-        download = _Download(chunk, room[: chunk.size], index, may_be_put_off=picked is not None)
+        """Pull one chunk. Raises Unavailable, StorageFull, and ChunkPostponed if a source was picked."""
+        download = _Download(chunk, buffer[: chunk.size], index, may_be_postponed=picked is not None)
         try:
-            while not await self._is_kept(download):
-                source, picked = picked or await self._choose(download), None
-                await self._more(download, source)
-                download.may_be_put_off = False
+            while not await self._store_if_complete(download):
+                source, picked = picked or await self._choose_source(download), None
+                await self._receive(download, source)
+                download.may_be_postponed = False
         finally:
             self._progress.pending(index, is_pending=False)
         self.n_bytes += chunk.size
 
-    async def _is_kept(self, download: _Download) -> bool:
-        """Store a whole chunk and return True; drop it if its digest is wrong. False also while it is not whole."""
+    async def _store_if_complete(self, download: _Download) -> bool:
+        """Store a complete chunk and return True; False if it is incomplete, or dropped for a wrong digest."""
         chunk = download.chunk
         if download.n_bytes < chunk.size:
             return False
         if await asyncio.to_thread(self._chunks.add, chunk, download.into):
             return True
-        if len(download.givers) == 1:
-            self._avoid(download.givers.pop(), "wrong", f"chunk {chunk.blake3} has another digest")
-        download.n_bytes, download.givers, download.is_mixed = 0, set(), False
+        if len(download.senders) == 1:
+            self._avoid(download.senders.pop(), "wrong", f"chunk {chunk.blake3} has another digest")
+        download.n_bytes, download.senders, download.is_mixed = 0, set(), False
         return False
 
-    async def _choose(self, download: _Download) -> Source:
+    async def _choose_source(self, download: _Download) -> Source:
         """Wait for a source of the chunk, and return the best one. Raises Unavailable."""
         while True:
             now = time.monotonic()
@@ -316,17 +326,17 @@ class _Pull:
                 index = download.index
                 return min(free, key=lambda s: (s.lacks(index), s.n_rests, s.n_transfers, s.is_trainer, random()))
             if now > deadline or all(s.avoided > deadline for s in self.sources):
-                told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
-                raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
+                reasons = [f"{s.url}: {s.reason or 'does not have it'}" for s in self.sources] or ["none is known"]
+                raise Unavailable(f"no source has chunk {download.chunk.blake3}: {'; '.join(reasons)}")
             await asyncio.sleep(_LACKS_S)
 
     def _deadline(self) -> float:
-        """Return the time until which it makes sense to wait for any source."""
+        """Return the time at which to give up waiting for any source."""
         if any(s.is_busy for s in self.sources):
             return self._last_byte + PATIENCE_BUSY_S
         return self._last_byte + (PATIENCE_S if self._n_blocks else PATIENCE_FIRST_S)
 
-    async def _more(self, download: _Download, source: Source) -> None:
+    async def _receive(self, download: _Download, source: Source) -> None:
         """Receive as much of the chunk as the source sends."""
         chunk = download.chunk
         if not download.is_mixed:
@@ -335,7 +345,7 @@ class _Pull:
 
         def take(block: bytes) -> None:
             if (end := download.n_bytes + len(block)) > chunk.size:
-                raise TooMuch
+                raise ChunkTooLong
             download.into[download.n_bytes : end] = block
             download.n_bytes = end
             self._progress.pending(download.index, is_pending=True)
@@ -345,7 +355,7 @@ class _Pull:
 
         if source.is_trainer:  # also before it sends
             self._progress.pending(download.index, is_pending=True)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             with source.transfer():
                 async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
@@ -353,37 +363,37 @@ class _Pull:
             if (n := download.n_bytes) < chunk.size:
                 self._avoid(source, "short", f"chunk {chunk.blake3} ends after {n} of {chunk.size} bytes")
             source.n_failures, source.n_rests, source.is_busy = 0, 0, False
-        except TooMuch:
-            download.n_bytes, download.givers = 0, set()
+        except ChunkTooLong:
+            download.n_bytes, download.senders = 0, set()
             self._avoid(source, "long", f"chunk {chunk.blake3} is longer than {chunk.size} bytes")
         except TimeoutError:
             self._avoid(source, "slow", f"chunk {chunk.blake3}: {download.n_bytes - start} bytes in time")
         except VolleyError as error:
-            self._failed(download, source, error, time.monotonic() - begun)
+            self._failed(download, source, error, time.monotonic() - started_at)
         finally:
             if download.n_bytes > start:
-                download.givers.add(source)
+                download.senders.add(source)
             if not download.n_bytes:
                 self._progress.pending(download.index, is_pending=False)
 
     def _failed(self, download: _Download, source: Source, error: VolleyError, asked_s: float) -> None:
         """Schedule the next request to a source that lacks the chunk or is busy; avoid it for other errors.
 
-        Repeated failures lengthen the wait. Raises PutOff if another chunk should be picked.
+        Repeated failures lengthen the wait. Raises ChunkPostponed if another chunk should be picked.
         """
         source.is_busy = isinstance(error, Unavailable) and error.retry_after_s < 1
         if not (isinstance(error, NotFound) or source.is_busy):
             self._avoid(source, "broken" if isinstance(error, Unavailable) else "refused", str(error))
             return
         source.reason = str(error) if source.is_busy else ""
-        if download.may_be_put_off and (source.is_busy or source.holding is not None):
-            wait_s = _wait_s(source.n_rests) if source.is_busy else _LOOK_S * 2 ** min(source.n_rests, 7)
+        if download.may_be_postponed and (source.is_busy or source.holding is not None):
+            wait_s = _wait_s(source.n_rests) if source.is_busy else _POLL_S * 2 ** min(source.n_rests, 7)
             least_s = asked_s * min(source.n_rests, 8)  # else one of many slow sources would always be free
             source.rests, source.n_rests = time.monotonic() + max(wait_s, least_s), source.n_rests + 1
             if not source.is_busy:
                 source.holding = Holding.nothing(len(self._wanted))
             if time.monotonic() <= self._deadline():
-                raise PutOff
+                raise ChunkPostponed
         n, _ = download.lacking.get(source, (0, 0.0))
         download.lacking[source] = n + 1, time.monotonic() + _wait_s(n)
 

@@ -51,8 +51,8 @@ class StagedUpdate:
             found.base.digest if found.base else None,
         )
 
-    def judge(self, live: Live, dtype: str) -> str | None:
-        """Return a sentence on how `live` differs from these weights; None if it does not.
+    def difference(self, live: Live, dtype: str) -> str | None:
+        """Describe how `live` differs from these weights; None if it does not.
 
         Empty checksums, and no probe, are those of engines without the capability (see `engines.base.Engine`).
         """
@@ -102,7 +102,7 @@ type ServingState = NothingServes | Serving | Distrusted
 
 
 def is_newer(candidate: str, state: ServingState) -> bool:
-    """Return whether a version of the run is newer than those that are not loaded any more (`Serving.passed`)."""
+    """Return whether a version is newer than those that are no longer loaded (`Serving.passed`)."""
     passed = WeightVersion.of_name(state.passed) if isinstance(state, Serving) and state.passed is not None else None
     return passed is None or WeightVersion.parse(candidate) > passed
 

@@ -1,4 +1,4 @@
-"""Places that the engine's weights come from: a folder, the run's bucket, or published chunks.
+"""Sources of the engine's weights: a folder, the run's bucket, or published chunks.
 
 A source is opened for one update: its manifest is read, and `found` says what to stage. `load` brings the weights into
 the engine, and fails if they have changed since.
@@ -64,7 +64,7 @@ class WeightsInFolder:
 
 
 class VersionCopy(Protocol):
-    """Copy of one version from the run's bucket, of which only the manifest is there at first. Every method blocks."""
+    """Copy of one version from the run's bucket; at first only the manifest is local. Every method blocks."""
 
     def examine(self, model: ModelConfig, run: str) -> StagedWeights:
         """Read what to stage. Raises WeightsError, Forbidden."""
@@ -80,7 +80,7 @@ class VersionCopy(Protocol):
 
 
 class VersionStore(Protocol):
-    """Versions of the run at addresses of a bucket, which a package brings (part `bucket.versions`)."""
+    """Versions of the run at addresses of a bucket, provided by a package (part `bucket.versions`)."""
 
     def opened(self, address: str) -> AbstractAsyncContextManager[VersionCopy]:
         """Open a version. Raises Forbidden, NotFound, WeightsError, Unavailable and StorageFull."""
@@ -140,7 +140,9 @@ class WeightsInChunks:
         bases = [delta.base for delta in deltas]  # also those of a pull that was overtaken
         await self.puller.retain(self.retained.union(passed_on, bases))
         version = WantedVersion(name, list(self.manifest.chunks()))
-        async with self.puller.beside(chunks.values(), self.offer.sources, self._deltas, version) as pulling:
+        async with self.puller.pull_in_background(
+            chunks.values(), self.offer.sources, self._deltas, version
+        ) as pulling:
             staged = StagedUpdate.of(self.found, None, await engine.stage(self.found, pulling))
             pulled = await pulling
         timings = {**pulled, **staged.timings}
@@ -156,5 +158,5 @@ async def pulled_manifest(puller: ChunkPuller, offer: WeightOffer) -> PublishedM
     data = await asyncio.to_thread(puller.chunks.read, offer.manifest.blake3)
     manifest = await asyncio.to_thread(PublishedManifest.from_json, data)
     if manifest.version != offer.version:
-        raise WeightsError(f"the manifest of {manifest.version} was offered as that of {offer.version}")
+        raise WeightsError(f"the offer of {offer.version} names the manifest of {manifest.version}")
     return manifest

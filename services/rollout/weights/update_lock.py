@@ -27,7 +27,7 @@ class UpdateLock:
             raise Unavailable(f"{self._n_waiting} weight updates are already waiting")
         self._n_waiting += 1
         try:
-            async with _within(WAIT_S, "the weight update waited for others and did not start"):
+            async with _within(WAIT_S, "the weight update waited for other updates and did not start"):
                 await self._lock.acquire()
             try:
                 async with _within(STAGE_S, "the weight update did not end"):
@@ -39,7 +39,7 @@ class UpdateLock:
 
     @asynccontextmanager
     async def for_check(self) -> AsyncIterator[None]:
-        """Hold the lock briefly between two updates; waits without limit, and counts against no limit."""
+        """Hold the lock briefly between two updates; waits without a deadline and does not count as an update."""
         async with self._lock:
             yield
 

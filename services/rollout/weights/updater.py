@@ -78,8 +78,8 @@ class WeightUpdater:
         bucket: reads versions in the run's bucket; None refuses their addresses.
         declared: the engine's kind and capabilities (see `engines.base.Engine`).
 
-    `staged` is loaded and not yet committed. The watcher does not retry a failed version at once, and one that was
-    refused for good (`failures`) not at all.
+    `staged` is loaded and not yet committed. The watcher retries a failed version after a pause, and never one that was
+    refused for good (`failures`).
     """
 
     engine: Engine
@@ -129,7 +129,7 @@ class WeightUpdater:
         return why_not_ready(self.state, self._failures.last)
 
     async def stage(self, wanted: str | WeightOffer) -> StagedUpdate:
-        """Load weights beside the serving ones.
+        """Load weights while the serving ones stay in place.
 
         Args:
             wanted: a published version; the path of a checkpoint's manifest or folder, or of a Hugging Face folder; or
@@ -168,7 +168,7 @@ class WeightUpdater:
             return await self._update(wanted, mode, name)
         offered = wanted.version, wanted.manifest.blake3
         self._failures.check(*offered)
-        with self._failures.noting(*offered) if is_newer(wanted.version, self.state) else nullcontext():
+        with self._failures.recording(*offered) if is_newer(wanted.version, self.state) else nullcontext():
             return await self._update(wanted, mode, name)
 
     async def _update(
@@ -199,7 +199,7 @@ class WeightUpdater:
         Raises Conflict if it neither serves nor is being loaded.
         """
         if seconds and version not in (self._arriving, None if self._is_committing else self.current):
-            raise Conflict(f"{version} cannot be held: it does not serve here (serving: {self.current})")
+            raise Conflict(f"{version} cannot be held: it is not serving here (serving: {self.current})")
         self._holds.take(holder, version, seconds)
 
     def read_chunk(self, digest: str) -> bytes:
@@ -212,7 +212,7 @@ class WeightUpdater:
 
     def _puller_for_others(self) -> ChunkPuller:
         if self.puller is None:
-            raise NotFound("this server passes no weights on")
+            raise NotFound("this server does not share weights")
         return self.puller
 
     async def watch(self) -> None:
@@ -240,11 +240,11 @@ class WeightUpdater:
         The watcher then loads the weights again.
         """
         async with self._lock.for_check():
-            await self._judge_live()
+            await self._check_live()
 
-    async def _judge_live(self) -> None:
+    async def _check_live(self) -> None:
         if self._serving is not None:
-            found = self._serving.judge(await self.engine.audit(), self.dtype)
+            found = self._serving.difference(await self.engine.audit(), self.dtype)
             if found is not None:
                 self._distrust(self._serving.version, found)
 
@@ -267,7 +267,7 @@ class WeightUpdater:
         published = isinstance(wanted, WeightOffer)
         content = wanted.manifest.blake3 if published else await asyncio.to_thread(content_of, Path(wanted))
         if not self._failures.delays(version, content):
-            with nullcontext() if published else self._failures.noting(version, content):
+            with nullcontext() if published else self._failures.recording(version, content):
                 await self.update(wanted, None)
 
     async def _offered(self) -> WeightOffer | None:
@@ -376,13 +376,14 @@ class WeightUpdater:
             self._distrust(version, "its commit was not answered")
             raise
         except (WeightsError, Unavailable):
-            await self._judge_live()
+            await self._check_live()
             raise
-        wrong = staged.judge(result.live, self.dtype)  # no await before: not one answer passes in between
+        wrong = staged.difference(result.live, self.dtype)  # no await before: not one answer passes in between
         if wrong is not None:
             self._distrust(version, wrong)
             raise WeightsError(
-                f"{version} was committed, but {wrong}", "the server takes no requests until weights serve as loaded"
+                f"{version} was committed, but {wrong}",
+                "the server accepts no requests until other weights are committed",
             )
         self.state, self.staged = Serving(version, staged, passed, self.state.n_resets), None
         self._fence.advance(staged)
@@ -409,7 +410,9 @@ class WeightUpdater:
         return WeightVersion.parse(newest.name) if newest else None
 
     def _distrust(self, version: str, reason: str) -> None:
-        self.state = Distrusted(f"{version} does not serve as it was loaded: {reason}", self.state.n_resets + 1)
+        self.state = Distrusted(
+            f"{version} differs from the weights that were loaded: {reason}", self.state.n_resets + 1
+        )
         self.staged = None
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)

@@ -1,4 +1,4 @@
-"""Weights that are placed on the devices while chunks of them are still being pulled."""
+"""Place weights on the devices while some of their chunks are still being pulled."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Arrival:
     """Chunks that a loading thread waits for. `completed_at` is the `time.perf_counter` at which the last one arrived.
 
     Args:
-        still: raises an error to end the loading.
+        check_wanted: raises an error to end the loading.
         is_complete: whether no more chunks will come.
     """
 
-    def __init__(self, still: Callable[[], None], *, is_complete: bool) -> None:
-        self._still, self._has_failed = still, False
+    def __init__(self, check_wanted: Callable[[], None], *, is_complete: bool) -> None:
+        self._check_wanted, self._has_failed = check_wanted, False
         self._complete, self.completed_at = threading.Event(), 0.0
         if is_complete:
             self.complete()
 
     def check(self) -> None:
-        """Raises what is to end the loading."""
+        """Raise the error that ends the loading, if there is one."""
         if self._has_failed:
-            raise Conflict("the loading has failed")
-        self._still()
+            raise Conflict("loading the weights has failed in another thread")
+        self._check_wanted()
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
@@ -51,9 +51,9 @@ class Arrival:
         self.completed_at = time.perf_counter()
         self._complete.set()
 
-    def seconds_since(self, begun: float) -> float:
-        """Return the seconds since `begun`, or since the last chunk arrived if that was later; 0 until then."""
-        return time.perf_counter() - max(begun, self.completed_at) if self.is_complete else 0.0
+    def seconds_since(self, start: float) -> float:
+        """Return the seconds since `start`, or since the last chunk arrived if that was later; 0 until then."""
+        return time.perf_counter() - max(start, self.completed_at) if self.is_complete else 0.0
 
     def wait_for(self, chunk: Path) -> None:
         """Wait until the chunk's file is there, or no more chunks will come."""

@@ -1,4 +1,4 @@
-"""Arrays of staged weights by their names in the checkpoint, whichever way they came: chunks, Orbax or safetensors."""
+"""Arrays of staged weights by their names in the checkpoint, from chunks, Orbax or safetensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class BaseCache:
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
 
     def arrays(self, weights: StagedWeights, arrival: Arrival) -> Mapping[str, np.ndarray]:
-        """Return the arrays of the adapters' base by the trainer's names; without a base, none, and none are held.
+        """Return the arrays of the adapters' base by the trainer's names; without a base, none, and the cache is
+        emptied.
 
         Raises as `open_arrays`.
         """
@@ -144,6 +145,6 @@ def check_tree(found: Mapping[str, CheckpointLeaf], tree: Sequence[ManifestLeaf]
     for key in sorted(expected.keys() | holds.keys()):
         if expected.get(key) != holds.get(key):
             raise WeightsError(
-                f"leaf {key}: the manifest says {expected.get(key, 'nothing')}, the checkpoint holds"
+                f"leaf {key}: the manifest says {expected.get(key, 'nothing')}, but the checkpoint has"
                 f" {holds.get(key, 'nothing')}"
             )

@@ -49,7 +49,7 @@ def open_checkpoint(
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, CheckpointLeaf]]:
     """The leaves of the Orbax folder `below` a checkpoint's (OCDBT, Zarr 2), by flat name. The files have been read;
-    their copies live as long as the block. `check` is called while they are read, and raises what is to end that.
+    their copies live as long as the block. `check` is called while they are read, and raises an error to stop.
 
     Raises WeightsError if they are not those of the manifest or hold no arrays, Forbidden for a `below` outside the
     folder, Unavailable if they cannot be read now, and MemoryError if their copies do not fit.
@@ -78,7 +78,7 @@ class _MemoryFile(io.FileIO):
 
 
 def _does_not_fit(error: OSError) -> Never:
-    raise MemoryError(f"a copy of the checkpoint cannot be held: {error.strerror}") from error
+    raise MemoryError(f"not enough memory for a copy of the checkpoint: {error.strerror}") from error
 
 
 @contextmanager
@@ -119,16 +119,16 @@ def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
     for file in files:
         for name, leaf in _tensors(file):
             if name in leaves:
-                raise WeightsError(f"{file} holds the tensor {name}, and so does a file before it")
+                raise WeightsError(f"{file} has the tensor {name}, which an earlier file has too")
             leaves[name] = leaf
     if not leaves:
-        raise WeightsError(f"{folder} holds no .safetensors file with tensors")
+        raise WeightsError(f"{folder} has no .safetensors file with tensors")
     return leaves
 
 
 def open_unmerged(folder: Path) -> tuple[dict[str, CheckpointLeaf], float] | None:
-    """The adapters beside the weights of a Hugging Face folder, by the trainer's names, and their scale; None if the
-    folder holds none. Raises as `open_hugging_face`.
+    """Return the adapters in a Hugging Face folder, by the trainer's names, and their scale; None if it has none.
+    Raises as `open_hugging_face`.
     """
     file = folder / UNMERGED
     if not file.exists():
@@ -136,7 +136,7 @@ def open_unmerged(folder: Path) -> tuple[dict[str, CheckpointLeaf], float] | Non
     leaves = dict(_tensors(file))
     scale = leaves.pop(SCALE, None)
     if scale is None or scale.shape:
-        raise WeightsError(f"{file} holds no number {SCALE}")
+        raise WeightsError(f"{file} has no number {SCALE}")
     return leaves, float(scale.read())
 
 

@@ -162,7 +162,7 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
 
 
 def _pool(spec: EngineSpec) -> int | None:
-    """Choose the pool's size in tokens, so that a second copy of the weights fits beside it.
+    """Choose the pool's size in tokens, so that a second copy of the weights fits too.
 
     None leaves it to the engine: the device reports no memory, as where `tools.lower` has none.
     Raises ConfigError if there is no room for one sequence.
@@ -179,7 +179,7 @@ def _pool(spec: EngineSpec) -> int | None:
     pool = sizes.accelerator_pool(spec.max_running_requests, spec.context_length, min(limits))
     if pool < spec.context_length:
         raise ConfigError(
-            f"a device of {min(limits) / _MIB:,.0f} MiB has room for {max(0, pool):,} tokens of keys and values, less"
+            f"a device of {min(limits) / _MIB:,.0f} MiB fits {max(0, pool):,} tokens of keys and values, less"
             f" than one sequence of rollout.engine.context_length={spec.context_length}: weights take"
             f" {sizes.weights / _MIB:,.0f} MiB, twice while a version arrives",
             "see `volley plan` for settings that fit",

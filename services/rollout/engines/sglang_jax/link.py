@@ -68,13 +68,13 @@ class EngineLink:
         self._wake_out, self._wake_in = os.pipe()
 
     def wake(self) -> None:
-        """Makes a waiting `receive` return; callable from any thread."""
+        """Make a waiting `receive` return; callable from any thread."""
         os.write(self._wake_in, b"!")
 
     def send(self, message: Message) -> None:
         """Blocks until the message is handed over; callable from any thread. Raises ServiceGone."""
         data = frame(message)
-        with self._lock, _or_gone():
+        with self._lock, _translate_closed():
             self._sock.sendall(data)
 
     def receive(self, wait_s: float) -> list[Message]:
@@ -85,7 +85,7 @@ class EngineLink:
                 os.read(self._wake_out, 4096)
             if self._sock not in ready:
                 continue
-            with _or_gone():
+            with _translate_closed():
                 data = self._sock.recv(1 << 20)
             if not data:
                 raise ServiceGone("the service has closed the link")
@@ -94,7 +94,7 @@ class EngineLink:
 
 
 @contextlib.contextmanager
-def _or_gone() -> Iterator[None]:
+def _translate_closed() -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:

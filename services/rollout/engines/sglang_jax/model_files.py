@@ -35,7 +35,7 @@ def check_split(model: ModelConfig, tp_size: int) -> None:
             raise ConfigError(f"rollout.engine.tp_size={tp_size} does not divide {key}={size}")
     n_kv = model.num_key_value_heads
     if max(tp_size, n_kv) % min(tp_size, n_kv):
-        raise ConfigError(f"of rollout.engine.tp_size={tp_size} and num_key_value_heads={n_kv} none divides the other")
+        raise ConfigError(f"rollout.engine.tp_size={tp_size} and num_key_value_heads={n_kv}: one must divide the other")
 
 
 @contextmanager

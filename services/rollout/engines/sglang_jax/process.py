@@ -1,4 +1,4 @@
-"""The engine's process: its start, and the error that its end means."""
+"""Start the engine's process, and explain why it ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _is_small(model_path: str) -> bool:
 
 
 def death(process: subprocess.Popen[bytes], cause: VolleyError | None) -> EngineDied:
-    """Return the error of calls to an engine that is gone. `cause` is the error that ended it, if one is known."""
+    """Return the error of calls to an engine whose process has ended. `cause`: the error that ended it, if known."""
     code = process.poll()
     ended = "it closed the link" if code is None else describe(code)
     hint = SIGKILL_HINT if cause is None and code == -signal.SIGKILL else "restart the server"
@@ -57,4 +57,4 @@ def boot_failure(process: subprocess.Popen[bytes], cause: VolleyError | None) ->
     if cause is not None:
         return died if cause.outage else cause
     ended_itself = code is not None and signal_of(code) is None
-    return VolleyError(died.detail, "the lines before this one in its log may say why") if ended_itself else died
+    return VolleyError(died.detail, "see the preceding lines of its log") if ended_itself else died

@@ -130,7 +130,7 @@ class EngineWorker:
 
     def _stage(self, call: int, weights: StagedWeights, *, arriving: bool = False) -> None:
         self._staged, self._loading = None, call
-        self._arrival = Arrival(partial(self._still, call, weights), is_complete=not arriving)
+        self._arrival = Arrival(partial(self._check_wanted, call, weights), is_complete=not arriving)
         threading.Thread(target=self._load, args=(call, weights, self._arrival), daemon=True).start()
 
     def _load(self, call: int, weights: StagedWeights, arrival: Arrival) -> None:
@@ -144,7 +144,7 @@ class EngineWorker:
         try:
             live, known = self._scheduler.step.weights.arrays, self._known
             start, serves = time.perf_counter(), weights.kind == "chunks" and weights.digest == self._digest
-            if serves and known is not None and _are(live, known) and checksum(live) == known.checksum:
+            if serves and known is not None and _are_same(live, known) and checksum(live) == known.checksum:
                 loaded = known._replace(timings={"checksum_s": time.perf_counter() - start})
             else:
                 base = None if known is None else known.base
@@ -160,7 +160,7 @@ class EngineWorker:
     def _keep(self, call: int, weights: StagedWeights, loaded: LoadedArrays) -> Message:
         from services.rollout.engines.sglang_jax.loading.scoring import score
 
-        self._still(call, weights)
+        self._check_wanted(call, weights)
         start, ids, expected = time.perf_counter(), weights.probe_ids, weights.probe_logprobs
         logprobs = None if ids is None else score(self._scheduler, ids, loaded.weights)
         if logprobs is not None and expected is not None:
@@ -169,9 +169,11 @@ class EngineWorker:
         timings = {**loaded.timings, "probe_s": time.perf_counter() - start}
         return {"checksum": loaded.checksum, "timings": timings}
 
-    def _still(self, call: int, weights: StagedWeights) -> None:
+    def _check_wanted(self, call: int, weights: StagedWeights) -> None:
         if call != self._loading:
-            raise Conflict(f"{weights.version} is not wanted any more: others are staged, or nobody waits")
+            raise Conflict(
+                f"loading {weights.version} was cancelled: other weights are being staged, or the caller left"
+            )
 
     def _on_arrived(self, message: Message) -> None:
         if self._arrival is not None and message["of"] == self._loading:
@@ -211,7 +213,7 @@ class EngineWorker:
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
 
         live, known = self._scheduler.step.weights.arrays, self._known
-        return known.checksum if known is not None and _are(live, known) else checksum(live)
+        return known.checksum if known is not None and _are_same(live, known) else checksum(live)
 
     def _on_audit(self, _: Message) -> Message:
         """Compute checksum and probe again, from the arrays that the next step uses, not from the staged ones."""
@@ -232,7 +234,9 @@ class EngineWorker:
         scheduler, ids = self._scheduler, message["ids"]
         scored = score_with_top(scheduler, ids, message["top_logprobs"])
         if scored is None or len(scored["logprobs"]) < len(ids) - 1:
-            raise InputError(f"{len(ids)} tokens do not fit into the engine's pool of {scheduler.max_total_num_tokens}")
+            raise InputError(
+                f"{len(ids)} tokens do not fit the engine's pool of {scheduler.max_total_num_tokens} tokens"
+            )
         return scored | {"version": scheduler.version or ""}
 
     def _on_status(self, _: Message) -> Message:
@@ -268,7 +272,7 @@ class EngineWorker:
         self._scheduler.flush()
 
 
-def _are(live: list[Any], known: LoadedArrays) -> bool:
+def _are_same(live: list[Any], known: LoadedArrays) -> bool:
     """Return whether the arrays are the same objects that were loaded."""
     arrays = known.weights.arrays
     return len(live) == len(arrays) and all(a is b for a, b in zip(live, arrays, strict=True))
@@ -299,7 +303,7 @@ def _as_weights_error(error: Exception, version: str) -> VolleyError:
     if isinstance(error, VolleyError):
         return error
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)):
-        return OutOfMemory(f"weights {version} do not fit beside the serving ones: {error}")
+        return OutOfMemory(f"weights {version} do not fit next to the serving ones: {error}")
     log.warning("stage failed", version=version, error=repr(error))
     kind: type[VolleyError] = Unavailable if isinstance(error, OSError | RuntimeError) else WeightsError
     return (DeviceFailed if _is_of_device(error) else kind)(
@@ -347,12 +351,12 @@ def main(fd: int) -> int:
     except Exception as error:
         log.exception("engine died")
         with contextlib.suppress(ServiceGone):
-            link.send({"op": "fatal", "error": problem(named(error))})
+            link.send({"op": "fatal", "error": problem(translated(error))})
         return 1
 
 
-def named(error: Exception) -> VolleyError:
-    """Translate an error for the service: a fault of a device may pass, another foreign error is a defect."""
+def translated(error: Exception) -> VolleyError:
+    """Translate an error for the service: a device fault may be temporary, any other foreign error is a bug."""
     if isinstance(error, VolleyError):
         return error
     text = f"{type(error).__name__}: {error}"

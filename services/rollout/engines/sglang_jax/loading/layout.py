@@ -86,7 +86,9 @@ def _stacked(weights: Reads) -> Reads:
             experts.setdefault(one[0], {})[one[1]] = read
     for name, of in experts.items():
         if of.keys() != set(range(len(of))):
-            raise WeightsError(f"{name}: experts are missing among {len(of)}", "the checkpoint is not whole")
+            raise WeightsError(
+                f"{name}: {len(of)} experts are there, others are missing", "the checkpoint is incomplete"
+            )
         found[name] = partial(_stack, [of[i] for i in range(len(of))])
     return found
 
@@ -141,7 +143,7 @@ def to_adapters(
     """
     found = adapter.weights_of(weights)
     if wrong := sorted(set(weights) ^ {one(name) for name in found for one in (adapter.a_name, adapter.b_name)}):
-        raise WeightsError(f"{wrong[0]} is not an adapter of this base", "an A and its B come together")
+        raise WeightsError(f"{wrong[0]} is half of an adapter", "an adapter needs both its matrices, A and B")
     for name in found:
         target = _rule(names.hf_name(name), shapes)[0] if names.is_leaf(name) else name
         if len(shapes.get(target, ())) != 2:
@@ -175,7 +177,7 @@ def _rule(name: str, shapes: Shapes) -> tuple[str, _Op]:
 
 def _no_rule(name: str) -> WeightsError:
     return WeightsError(
-        f"no rule for the weight {name}", "the model is of no supported family, or the checkpoint of another layout"
+        f"weight {name} is unknown", "the model's family is not supported, or the checkpoint has another layout"
     )
 
 
@@ -185,4 +187,4 @@ def _fit(name: str, value: np.ndarray, shape: tuple[int, ...], head_dim: int) ->
     repeats, rest = divmod(shape[-1], value.shape[-1])
     if re.search(r"\.[kv]_proj\.(weight|bias)$", name) and value.shape[:-1] == shape[:-1] and rest == 0:
         return np.repeat(value.reshape(*value.shape[:-1], -1, head_dim), repeats, axis=-2).reshape(shape)
-    raise WeightsError(f"{name} has shape {list(value.shape)}, the model wants {list(shape)}")
+    raise WeightsError(f"{name} has shape {list(value.shape)}, but the model needs {list(shape)}")

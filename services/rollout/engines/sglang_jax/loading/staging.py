@@ -89,9 +89,9 @@ def load_leaves(runner: Any, weights: StagedWeights, arrival: Arrival, base: Hel
         with open_arrays(weights, arrival) as found:
             read = time.perf_counter()
             adapters = _adapters(runner, current, found, weights.base.scale, arrival)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     total = combined([*made.sums, *map(sums, jax.tree.leaves(adapters))])
-    checksum_s = made.seconds + arrival.seconds_since(begun)
+    checksum_s = made.seconds + arrival.seconds_since(started_at)
     timings = {"read_s": read - start, "place_s": arrival.seconds_since(read) - checksum_s, "checksum_s": checksum_s}
     return LoadedArrays(EngineWeights(made.leaves, adapters), total, timings, base)
 
@@ -115,20 +115,20 @@ def _leaves(
     shapes = {name: leaf.shape for name, leaf in current.items()}
     arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
     placed, found_sums, seconds = dict[str, jax.Array](), dict[str, Sums](), 0.0
-    with closing(_ahead(arrays)) as ready, arrival.ended_by_failure():
+    with closing(_prefetched(arrays)) as ready, arrival.ended_by_failure():
         for name, value in ready:
             arrival.check()
             placed[name] = _place(name, value, current[name], exact=exact)
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             found_sums[name] = sums(placed[name])
-            seconds += arrival.seconds_since(begun)
+            seconds += arrival.seconds_since(started_at)
     return _Summed([placed[name] for name in current], [found_sums[name] for name in current], seconds)
 
 
 def _adapters(
     runner: Any, current: Mapping[str, jax.Array], found: Mapping[str, CheckpointLeaf], scale: float, arrival: Arrival
 ) -> Adapters:
-    """Place adapters beside their weights. Raises WeightsError for one of a weight that can have none."""
+    """Place adapters next to their weights. Raises WeightsError for an adapter of an unsupported weight."""
     bound_leaves(found, max(leaf.size for leaf in current.values()))
     shapes = {name: leaf.shape for name, leaf in current.items()}
     made: Adapters = {}
@@ -154,8 +154,8 @@ def zero_adapters(runner: Any, shapes: Mapping[str, Sequence[int]]) -> Adapters:
     return _adapters(runner, current, found, 1.0, Arrival(lambda: None, is_complete=True))
 
 
-def _ahead[T](given: Iterator[T]) -> Generator[T]:
-    """Yield the same items; make the next in a thread while one is used. Closing waits for the item being made."""
+def _prefetched[T](given: Iterator[T]) -> Generator[T]:
+    """Yield the same items, making the next one in a thread. Closing waits for the item being made."""
     with ThreadPoolExecutor(1, "read") as reader:
         following = reader.submit(next, given, None)
         try:
@@ -180,7 +180,7 @@ def _key(part: Any) -> str:
 def _place(name: str, value: np.ndarray, like: jax.Array, *, exact: bool) -> jax.Array:
     if exact and not np.can_cast(value.dtype, like.dtype):
         raise WeightsError(
-            f"{name} is {value.dtype}, the engine computes with {like.dtype}", "is model.dtype the trainer's?"
+            f"{name} is {value.dtype}, but the engine computes with {like.dtype}", "is model.dtype the trainer's?"
         )
     with _device_memory():
         # A transposed array is copied by JAX, which is several times as fast at it as numpy.

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the engine's linear layers: y = x W + scale · (x A) B, as the trainer computes them.
+"""Low-rank adapters of the engine's linear layers: y = x W + scale · (x A) B, as the trainer computes them.
 
 The engine never adds A B to W. Training changes W by less than half a unit in its last place, which a bfloat16 sum
 rounds away: the engine would sample from another policy than the one that is trained.
@@ -61,7 +61,7 @@ def adapter_of(model: Any, name: str, a: np.ndarray, b: np.ndarray, scale: float
     """
     layer = _layer(model, name)
     if not isinstance(layer, LinearBase):
-        raise WeightsError(f"the engine's {name} can have no adapter", "leave its projection out of target_modules")
+        raise WeightsError(f"the engine supports no adapter for {name}", "remove its projection from target_modules")
     given, made = layer.kernel_axes or (None, None)
     dtype, mesh = layer.weight.value.dtype, layer.mesh
     return LoraMatrices(

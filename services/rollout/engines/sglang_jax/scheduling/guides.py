@@ -99,9 +99,12 @@ class Grammars:
     def matcher(self, kind: str, text: str) -> Any:
         """Return a matcher at its start. Raises InputError for a grammar that cannot be compiled."""
         if self._file is None or not Path(self._file).is_file():
-            raise InputError("this model's folder has no tokenizer.json, which grammars need", "leave the grammar out")
+            raise InputError(
+                "grammars need a tokenizer.json, which this model's folder does not have",
+                "remove the grammar from the request",
+            )
         if len(text) > _MAX_GRAMMAR:
-            raise InputError(f"the {kind} has {len(text)} characters; at most {_MAX_GRAMMAR} are compiled")
+            raise InputError(f"the {kind} has {len(text)} characters, but at most {_MAX_GRAMMAR} are allowed")
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = LLTokenizer(self._file, n_vocab=self._vocab_size, eos_token=self._eos)

@@ -91,7 +91,7 @@ class RolloutScheduler(Scheduler):
             self.drop(message.rid)
 
     def drop(self, rid: str) -> None:
-        """End a request that is nowhere, without tokens."""
+        """End a request that is in no queue or batch, without tokens."""
         self._done.append(dropped(rid))
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -154,8 +154,7 @@ class RolloutScheduler(Scheduler):
     def _followers(self) -> dict[int, int]:
         """Return the waiting requests with the prompt of one before them, which may be half computed, and that one.
 
-        None if what waiting saves, the tokens before their last that the cache lacks, fits into the smallest prefill,
-        which waiting costs.
+        None if waiting would save no more tokens than the smallest prefill, which it costs.
         """
         first = {req.prompt: id(req) for req in self.chunked_reqs if req is not None}
         followers, lacking = dict[int, int](), dict[int, int]()

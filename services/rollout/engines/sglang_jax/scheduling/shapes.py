@@ -1,4 +1,4 @@
-"""Layouts of steps that earlier engines of the same settings compiled, kept beside JAX's compilation cache.
+"""Layouts of steps that earlier engines of the same settings compiled, stored next to JAX's compilation cache.
 
 An engine that starts compiles them again while it has nothing else to do, mostly from the cache, so the first request
 of a shape does not wait for it.
@@ -84,7 +84,7 @@ def _layout(mode: int, hidden: int, algorithm: int, n_requests: int, n_top: int,
 
 
 def _write(file: Path, layouts: Iterable[Layout]) -> None:
-    """Replace the file; a folder that cannot be written keeps nothing."""
+    """Replace the file; nothing is stored if the folder cannot be written."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(list(layouts)), encoding="utf-8")
