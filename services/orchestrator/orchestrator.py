@@ -109,7 +109,7 @@ class Orchestrator:
         `chain` says what waits for what, as far as the orchestrator can see.
         """
         facts = self._facts()
-        verdict = wedge.judge([ServiceReport("orchestrator", "orchestrator", facts=facts)])
+        verdict = wedge.diagnose([ServiceReport("orchestrator", "orchestrator", facts=facts)])
         if verdict.state == "wedged":
             facts |= {"state": "wedged", "reason": str(verdict)}
         return {**facts, "chain": verdict.chain}

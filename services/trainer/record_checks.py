@@ -71,7 +71,7 @@ class RecordChecks:
             if not found:
                 yield "it names no version"
         lines, n = [*there, *new], len(there)
-        yield from (why for number, why in evaluations.unfit(lines) if number > n)
+        yield from (why for number, why in evaluations.invalid_lines(lines) if number > n)
         known = dict[str, dict[str, str]]()
         for number, _, env, data in evaluations.measured(lines, self._data.env):
             first = known.setdefault(env, {})

@@ -211,9 +211,9 @@ class HttpClient:
         return _Request(method, path, body, whole, params, timeout_s or self._timeout_s)
 
     def _open(self) -> _Wire:
-        """Return the connections. Raises ServiceUnreachable once they are closed, e.g. because the service has left."""
+        """Return the connections. Raises ServiceUnreachable once they are closed, e.g. when the service was removed."""
         if self._closed:
-            raise ServiceUnreachable(f"{self.base_url} is not asked any more: its client is closed")
+            raise ServiceUnreachable(f"{self.base_url} cannot be reached: this client is closed")
         assert self._wire is not None, "enter the client first"
         return self._wire
 

@@ -31,7 +31,8 @@ class Opening:
     """A new episode: its id, a readable id of its task, and the first messages for the model.
 
     `scored_at_end`: a part of the reward comes with the end of the episode, so call `finish` if it is abandoned.
-    `agent`: a program that `run_program` starts, or somebody outside, plays the episode; None if it is played in steps.
+    `agent`: the episode is played by a program that `run_program` starts, or by an external agent; None if it is played
+    in steps.
     `timeout_s`: seconds that the program may take. `judged`: `finish` gives the reward of an agent's episode.
     """
 
@@ -49,8 +50,8 @@ class Opening:
 class ProgramReply:
     """State of an episode's program.
 
-    `failed` is a failure of the program or its machine, told by `detail`, and never a reward. `exit_code` is None if
-    the program was ended, for example after its time.
+    `failed` is a failure of the program or its machine, described by `detail`, and never a reward. `exit_code` is None
+    if the program was ended, for example after its time.
     """
 
     state: Literal["running", "exited", "failed"]
@@ -191,7 +192,7 @@ class EnvClient(HttpClient):
     async def finish(self, episode_id: str, request_id: str, output: str | None = None) -> StepReply:
         """Return the rest of the reward of an unfinished episode that ends here, without its steps' rewards.
 
-        For an agent's episode this is its whole reward; `output` is what an agent outside sends at its end.
+        For an agent's episode this is its whole reward; `output` is the final output of an external agent.
 
         Raises NotFound.
         """

@@ -1,7 +1,7 @@
 """Client of a rollout server: token ids in, token ids and behaviour log-probabilities out, and weight updates.
 
 Every `Generation` is checked: as many log-probabilities as ids, all finite, version spans that cover them, and the
-number of prompt tokens that was sent. If a check fails, the server counts as unavailable, and the answer is dropped.
+number of prompt tokens that was sent. If a check fails, the answer is dropped and the server counts as unavailable.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class RefusedWeights:
-    """Version that a server does not load any more: its weights were refused several times for the same reason."""
+    """Version that a server no longer loads, because its weights were refused repeatedly for the same reason."""
 
     version: WeightVersion
     reason: str
@@ -55,7 +55,7 @@ class RefusedWeights:
 
 @dataclass(frozen=True, slots=True)
 class ServerWeights:
-    """Versions that a server serves (`current`) and has loaded beside it (`staged`); None without one.
+    """Versions that a server serves (`current`) and has loaded next to it (`staged`); None without one.
 
     `digest` identifies the current weights. `refused` is the newest version, if the server refuses it for good.
     """
@@ -133,7 +133,7 @@ class RolloutClient(HttpClient):
                 if self._routing is not None:
                     self._routing.check_bounds(generation.routed_experts)
         except DecodeError as error:
-            raise Unavailable(f"{self.base_url} answered no valid generation: {error.detail}") from error
+            raise Unavailable(f"{self.base_url} returned an invalid generation: {error.detail}") from error
         return generation
 
     async def abort(self, rid: str) -> None:
@@ -196,7 +196,7 @@ def _generation(answer: Any, n_prompt: int, server: str) -> Generation:
     except MALFORMED as error:
         raise DecodeError(f"the generation lacks or mistypes a field: {error!r}") from error
     if seen != n_prompt:
-        raise DecodeError(f"the server saw {seen} prompt tokens of {n_prompt}")
+        raise DecodeError(f"the server received {seen} of {n_prompt} prompt tokens")
     return generation
 
 

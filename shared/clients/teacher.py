@@ -40,7 +40,7 @@ class TeacherFailed(Unavailable):
 
 
 class TeacherAway(TeacherFailed):
-    """Nobody answers, or the answer says that the teacher is away: the request has cost nothing."""
+    """The teacher does not answer, or reports that it is unavailable: the request has cost nothing."""
 
     title = "The teacher is away"
 
@@ -105,7 +105,7 @@ class TeacherClient:
         given = [int(token) for token in ids]
         answer = await self._request_logprobs(given, start)
         if answer.ids is not None and [one if type(one) is int else None for one in answer.ids] != given[start:]:
-            raise self._another_vocabulary("it answers for other ids than it was given")
+            raise self._another_vocabulary("it returned other token ids than it was sent")
         made = self._checked(answer, len(given) - start)
         self._check_vocabulary(answer.texts or (), given[start:])
         return made
@@ -113,8 +113,8 @@ class TeacherClient:
     async def ready(self) -> None:
         """Check that the teacher answers.
 
-        Raises TeacherAway if nobody answers, or the answer says that the teacher is away; TeacherFailed or
-        TeacherRefused for other errors.
+        Raises TeacherAway if it does not answer or reports that it is unavailable; TeacherFailed or TeacherRefused for
+        other errors.
         """
         try:
             reply = await self._client.exchange("GET", "/ready" if self._server.model is None else "/models")
@@ -136,7 +136,7 @@ class TeacherClient:
             return _of_completion(answer, ids, start) if of_openai else _of_generation(answer, len(ids), start)
         except MALFORMED as error:
             raise TeacherUnusable(
-                f"{self._where}: its answer holds no log-probabilities of the given tokens",
+                f"{self._where}: its answer has no log-probabilities of the given tokens",
                 "it must return log-probabilities of a prompt: see docs/distillation.md",
             ) from error
         except VolleyError as error:
@@ -158,20 +158,20 @@ class TeacherClient:
             return TeacherAway(detail, hint, error.retry_after_s)
         return TeacherFailed(detail, hint)
 
-    def _check_vocabulary(self, told: Sequence[Any], ids: list[int]) -> None:
-        """Raise TeacherRefused if a token is another one there, or if no token has a text (`told`).
+    def _check_vocabulary(self, their_texts: Sequence[Any], ids: list[int]) -> None:
+        """Raise TeacherRefused if a token differs in the teacher's vocabulary, or no token has a text.
 
-        Raises TeacherUnusable if nothing can be told from the texts (parts of characters alone), until one answer of
-        this teacher had tokens of ours.
+        Raises TeacherUnusable if the texts prove nothing (only parts of characters), until one answer has shown our
+        tokens.
         """
-        texts = [x if isinstance(x, str) and not x.startswith(_BY_ID) else None for x in told]
+        texts = [x if isinstance(x, str) and not x.startswith(_BY_ID) else None for x in their_texts]
         if not any(text is not None for text in texts):
             raise TeacherRefused(
                 f"{self._where} returns no texts of tokens, so its vocabulary cannot be compared",
-                "let it return them: a server that loads its tokenizer, without return_tokens_as_token_ids",
+                "use a server that loads its tokenizer, without return_tokens_as_token_ids",
             )
         if len(texts) != len(ids):
-            raise TeacherUnusable(f"{self._where} returned {len(texts)} texts of {len(ids)} tokens")
+            raise TeacherUnusable(f"{self._where} returned {len(texts)} texts for {len(ids)} tokens")
         for token, text in zip(ids, texts, strict=True):
             ours = self._text_of(token)
             same = None if text is None else is_same(text, ours)
@@ -190,7 +190,7 @@ class TeacherClient:
     def _checked(self, answer: _TeacherAnswer, n: int) -> np.ndarray:
         """Return the log-probabilities as float32. Raises TeacherUnusable."""
         if len(answer.logprobs) != n:
-            raise TeacherUnusable(f"{self._where} returned {len(answer.logprobs)} log-probabilities of {n} tokens")
+            raise TeacherUnusable(f"{self._where} returned {len(answer.logprobs)} log-probabilities for {n} tokens")
         try:
             with np.errstate(over="ignore"):  # overflows in float32
                 made = np.array([_real(x) for x in answer.logprobs], np.float32)

@@ -1,4 +1,4 @@
-"""Comparison of a token's text on two servers, to tell whether an id is the same token in both vocabularies.
+"""Compare a token's text on two servers, to check that an id is the same token in both vocabularies.
 
 Servers write one token in several ways: decoded (" that"), as the vocabulary has it ("Ġthat", "▁that"), as bytes
 ("<0xE2>", "bytes:\\xe2"), and, where its bytes are a part of a character, as nothing, as U+FFFD, or, at the last part,
@@ -17,7 +17,7 @@ _BYTE_LEVEL = ByteLevel()
 
 
 def is_same(theirs: str, ours: str) -> bool | None:
-    """Tell whether two texts are of the same token; None if they do not show it, as for a part of a character.
+    """Return whether two texts are of the same token; None if that is unknown, as for a part of a character.
 
     Args:
         theirs: as any server writes it.

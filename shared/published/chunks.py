@@ -143,7 +143,7 @@ class ChunkFolder:
         try:
             yield self.path(digest)
         except FileNotFoundError as error:
-            raise NotFound(f"chunk {digest} is not here") from error
+            raise NotFound(f"chunk {digest} is missing") from error
         except OSError as error:
             raise unreadable(f"chunk {digest}", error) from error
         finally:
@@ -188,7 +188,7 @@ def cut(leaves: Sequence[ManifestLeaf], arrays: Mapping[str, Callable[[], np.nda
     for leaf in leaves:
         rest = _bytes_of(arrays[leaf.key]())
         if len(rest) != leaf_bytes(leaf):
-            raise ValueError(f"{leaf.key} has {len(rest)} bytes, its leaf says {leaf_bytes(leaf)}")
+            raise ValueError(f"{leaf.key} has {len(rest)} bytes, but its leaf has {leaf_bytes(leaf)}")
         while len(rest):
             if n_begun or len(rest) < wanted:
                 begun = begun if n_begun else bytearray(wanted)

@@ -1,4 +1,4 @@
-"""Encode a chunk as its difference from another: positions of the elements that differ, and their bits XORed.
+"""Encode a chunk as its difference from another: positions of the differing elements, and their XORed bits.
 
 At the learning rates of RL, a step moves few weights far enough to round to another bfloat16. The distances between
 differing elements and their differing bits are stored as planes of bytes, mostly 0, compressed by zstd. No arithmetic
@@ -20,7 +20,7 @@ _GAP = np.dtype("<u4")
 
 
 def encode(base: bytes, data: bytes | memoryview, width: int) -> bytes | None:
-    """Encode `data` relative to `base`, which has the same length; None if that would save little.
+    """Encode `data` relative to `base`, which has the same length; None if that would not save enough.
 
     Args:
         width: bytes of an element, 2 or 4.

@@ -1,6 +1,5 @@
-"""Chunks of a version that a server has, a bit for each, so that other servers pull them from it.
-
-They ask the trainer for the rest.
+"""Bit map of a version's chunks on a server. Other servers pull these chunks from it, and only the rest from the
+trainer.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _RANGE = re.compile(r"bytes=(\d{1,12})-")
 _SENT = telemetry.Counter("volley_weights_sent_bytes", "Bytes of weights sent to others", registry=telemetry.REGISTRY)
 _REFUSED = telemetry.Counter(
     "volley_weights_refused_transfers",
-    "Requests for weights refused because enough were under way, or cut off because nobody read",
+    "Requests for weights refused because enough were running, or cut off because the client did not read",
     registry=telemetry.REGISTRY,
 )
 
@@ -57,7 +57,7 @@ class Uplink:
         most = max(1, self._max_transfers - _FOR_OTHERS)
         if n_transfers >= self._max_transfers or self._of_address[address] >= most:
             _REFUSED.inc()
-            raise Unavailable(f"{n_transfers} transfers are under way", "ask another source", BUSY_S)
+            raise Unavailable(f"{n_transfers} transfers are already running", "ask another source", BUSY_S)
         self._of_address[address] += 1
         try:
             data = await asyncio.to_thread(self._read, digest)

@@ -6,8 +6,8 @@ as binary, in training order; `zstd -d` opens it. Writer and reader hold one gro
 
 Invariants:
 - A file is whole or absent (written to a temporary name, fsynced, renamed, parent fsynced).
-- A file alone proves nothing, because a crash may undo its step: the ledger's lines of the surviving lineage, and their
-  digests, decide what counts.
+- A file alone proves nothing, because a crash may undo its step: only groups whose digests are in the ledger's lines of
+the surviving lineage count.
 - An undone step lies under the epoch that made it, so it never mixes with the step that replaced it.
 - The one trainer that holds an epoch makes the epoch's folder before it writes anything; this keeps epochs apart even
   if Redis has lost them.

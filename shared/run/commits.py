@@ -126,7 +126,7 @@ class CommitLog:
                     path_of(self.root, version).unlink(missing_ok=True)
 
     def _remove(self, drafts: Path) -> None:
-        """Remove a drafts' folder, renamed first so that a writer there finds nothing of it."""
+        """Remove a drafts' folder, renamed first so that a writer cannot use it meanwhile."""
         away = self.root / f"{_DRAFTS}removed-{drafts.name.removeprefix(_DRAFTS)}-{os.getpid()}"
         with suppress(FileNotFoundError):
             drafts.rename(away)

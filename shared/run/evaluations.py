@@ -1,6 +1,6 @@
-"""Rules for the lines of evals.jsonl: each names the versions it evaluated, and holds possible results.
+"""Validity of lines of evals.jsonl: each names the versions it evaluated, with possible results.
 
-The proof names lines that break them, and the trainer refuses such lines.
+The proof reports invalid lines, and the trainer refuses them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _RESULT = (*_COUNTS, "success", _REWARD)
 _MOST = 100
 
 
-def unfit(lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
-    """Yield number and fault of each line that no orchestrator writes, at most a hundred.
+def invalid_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
+    """Yield number and fault of each invalid line, at most a hundred.
 
     The orchestrator blanks an incomplete line before it appends another.
     """
@@ -30,7 +30,7 @@ def unfit(lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
     versioned = any(_versions(row) for _, row in rows)
     seen, newest, n = dict[tuple[Any, ...], list[Any]](), dict[str, WeightVersion](), 0
     for number, row in rows:
-        if (why := _unfit(row, versioned)) is None and row is not None and (versions := _versions(row)):
+        if (why := _fault(row, versioned)) is None and row is not None and (versions := _versions(row)):
             version, env = versions[-1], str(row.get("env"))
             result, key = [row.get(name) for name in _RESULT], (env, version)
             if seen.setdefault(key, result) != result and newest[env] > version:
@@ -43,8 +43,8 @@ def unfit(lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
                 return
 
 
-def beyond(lines: Iterable[bytes], last: int) -> Iterator[tuple[int, str]]:
-    """Yield number and fault of lines without versions whose step is missing or after the last one."""
+def lines_after(lines: Iterable[bytes], last: int) -> Iterator[tuple[int, str]]:
+    """Yield number and fault of lines without versions whose step is missing or too high."""
     for number, row in _rows(lines):
         if row is not None and not _versions(row):
             step = row.get("step")
@@ -65,8 +65,8 @@ def measured(lines: Iterable[bytes], main: str) -> Iterator[tuple[int, int | Non
             yield number, step if isinstance(step, int) else None, str(row.get("env") or main), data
 
 
-def _unfit(row: Mapping[str, Any] | None, versioned: bool) -> str | None:
-    """Reason why no orchestrator writes such a line, or None.
+def _fault(row: Mapping[str, Any] | None, versioned: bool) -> str | None:
+    """Return why a line is invalid; None if it is valid.
 
     Args:
         versioned: other lines name versions.

@@ -1,7 +1,8 @@
-"""fork.json: the log of another run that this run trains from, and how far.
+"""Read and write fork.json: the other run's log that this run trains from, and its bounds.
 
-Invariant: a fork copies the beginning of the other run under its own name, and archives every group that it trains on.
-So its folder alone proves what was trained; the other run's folder is read only while the fork takes groups from it.
+Invariant: a fork copies the first steps of the other run under its own name, and archives every group that it trains
+on. So its folder alone proves what was trained; the other run's folder is read only while the fork takes groups from
+it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Fork:
 
     `source` is the absolute folder of the other run, `version` its newest one when it was forked. Groups of the steps
     after `step`, and up to `version`, are trained in the order of the log, with the archived rewards or, if `mended`,
-    with those that environments gave anew (`judged_by` names another environment, by that of a group). Training ends
-    after step `last`, or before a step whose groups have an effective share below `least_share`.
+    with new ones from environments (`judged_by` names another environment, by that of a group). Training ends after
+    step `last`, or before a step whose groups have an effective share below `least_share`.
 
     `points` are the fork points of the lineage, the newest last. The steps up to `step` were copied. Those up to
     `rebuilt` are trained again under the other run's settings and rewards, because no checkpoint of it was retained.
@@ -70,30 +71,30 @@ class Fork:
     def origin(self) -> dict[str, str]:
         """Version of the other run that the fork follows, as `shared.models.origin` has it, and the log's end."""
         lineage = self.points[-1].lineage
-        version = WeightVersion(epoch_of(self.began, lineage) or lineage[0][0], self.began)
+        version = WeightVersion(epoch_of(self.last_source_step, lineage) or lineage[0][0], self.last_source_step)
         return {"run": self.run, "folder": self.source, "version": str(version), "log_end": self.version}
 
     @property
-    def began(self) -> int:
-        """Step after which the fork's own settings and rewards hold."""
+    def last_source_step(self) -> int:
+        """Last step under the other run's settings and rewards."""
         return max(self.step, self.rebuilt)
 
     def log(self, folder: RunFolder, step: int) -> Path:
         """Return the archive with the groups of a step; `folder` is the fork's."""
-        return folder.mended if self.mended and step > self.began else RunFolder(Path(self.source)).archive
+        return folder.mended if self.mended and step > self.last_source_step else RunFolder(Path(self.source)).archive
 
     def _check(self) -> None:
         """Raises TypeError, ValueError or DecodeError."""
         if any(type(step) is not int or step < 0 for step in (self.step, self.last, self.rebuilt)):
-            raise TypeError("a step is no count")
+            raise TypeError("a step is not a count")
         if type(self.mended) is not bool or type(self.least_share) not in (int, float):
-            raise TypeError("`mended` or `least_share` is of another type")
+            raise TypeError("`mended` or `least_share` has a wrong type")
         if not all(type(text) is str for text in (self.source, self.version, *chain(*self.judged_by.items()))):
-            raise TypeError("`source`, `version` or `judged_by` is no text")
+            raise TypeError("`source`, `version` or `judged_by` is not text")
         if not self.points or self.points[-1].step != self.step:
-            raise ValueError("the newest of its points is not that of its step")
+            raise ValueError("the newest fork point does not belong to `step`")
         if not in_lineage(WeightVersion.parse(self.version), self.points[-1].lineage):
-            raise ValueError("its version is not of the lineage of its newest point")
+            raise ValueError("`version` is not in the lineage of the newest fork point")
 
     def write(self, folder: RunFolder) -> None:
         """Write fork.json. Raises StorageFull."""
@@ -102,7 +103,7 @@ class Fork:
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self | None:
-        """Read fork.json; None if the run is no fork. Raises ConfigError if it cannot be read."""
+        """Read fork.json; None if the run is not a fork. Raises ConfigError if it cannot be read."""
         try:
             raw: Mapping[str, Any] = orjson.loads(read_file(folder.fork, _MOST_BYTES))
             if raw["schema"] != _SCHEMA:
@@ -120,7 +121,7 @@ class Fork:
 
 
 def read(folder: RunFolder) -> Fork | None:
-    """Read fork.json; None if the run is no fork, or it cannot be read."""
+    """Read fork.json; None if the run is not a fork, or the file cannot be read."""
     with suppress(ConfigError):
         return Fork.read(folder)
     return None

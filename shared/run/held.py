@@ -2,7 +2,8 @@
 
 The files only grow, and fork.json stays as it is, so each record describes a prefix of the later file. A trainer that
 finds a file shorter than its last record says (it was removed, or restored from an older copy) counts that loss in the
-next record; a shorter file without such a count is a forgery. A starting trainer also counts the files whose recorded
+next record; a shorter file without such a count is treated as forged. A starting trainer also counts the files whose
+recorded
 prefix was rewritten: older records may be gone later, but the count stays. The ledger and the metrics are in the chain
 instead (see shared.run.chain).
 """

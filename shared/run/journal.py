@@ -1,10 +1,10 @@
 """Journal of a database: a chained digest of every row that was written, changed or removed.
 
-The writer appends entries in the transaction that makes a change, so a row that somebody else changed, added or removed
+The writer appends entries in the transaction that makes a change, so a row changed, added or removed by another program
 differs from its newest entry. Entries are never changed, and each holds the digest of the one before.
 
-Invariants: a row has an entry for each of its contents, and a removed one an entry without content. A writer that finds
-rows changed since the last one ended says so in an entry, once, and goes on with them.
+Invariants: every change of a row has an entry; the entry of a removed row has no content. A writer that finds rows
+changed since the last writer ended records that in one entry, and continues with them.
 """
 
 from __future__ import annotations
@@ -56,37 +56,37 @@ class Journaled:
         for statement in _SCHEMA:
             db.execute(statement)
         for name, key in [*self._differing(db)]:
-            self._enter(db, _CHANGED + name, key, "")
-            self._enter(db, name, key, self._content(db, name, key))
+            self._append_entry(db, _CHANGED + name, key, "")
+            self._append_entry(db, name, key, self._content(db, name, key))
         db.execute(f"PRAGMA user_version = {_VERSION}")
         db.execute("COMMIT")
 
     def append(self, db: sqlite3.Connection) -> None:
-        """Enter the rows that the open transaction has touched."""
+        """Append entries for the rows that the open transaction has changed."""
         for name, key in db.execute("SELECT name, key FROM touched ORDER BY name, key").fetchall():
-            self._enter(db, name, key, self._content(db, name, key))
+            self._append_entry(db, name, key, self._content(db, name, key))
         db.execute("DELETE FROM touched")
 
     def problems(self, db: sqlite3.Connection) -> Iterator[str]:
-        """Yield entries that do not follow each other, and rows that are not what the newest entry of them says.
+        """Yield broken links between entries, and rows that differ from their newest entry.
 
         Raises ConfigError if the journal was removed.
         """
         if self._is_new(db):
             for name in self.columns:
                 if db.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone():  # noqa: S608 - names of this program
-                    yield f"{name} has rows, and the database no journal"
+                    yield f"{name} has rows, but the database has no journal"
             return
         before, expected = _FIRST, 1
         for n, *entry, digest in db.execute("SELECT n, name, key, content, digest FROM journal ORDER BY n"):
             if n != expected or _chained(before, *entry) != digest:
-                yield f"journal entry {expected}: it was changed, or one before it was removed or added"
+                yield f"journal entry {expected} was changed, or an earlier one was removed or added"
                 return
             before, expected = digest, expected + 1
         for name, key in self._differing(db):
-            yield f"the row {key[:100]} of {name} is not what the server wrote"
+            yield f"row {key[:100]} of {name} differs from what the server wrote"
         for name, key in db.execute("SELECT name, key FROM journal WHERE name LIKE ?", (f"{_CHANGED}%",)):
-            yield f"the row {key[:100]} of {name.removeprefix(_CHANGED)} was changed while no server ran"
+            yield f"row {key[:100]} of {name.removeprefix(_CHANGED)} was changed while no server was running"
 
     @staticmethod
     def _is_new(db: sqlite3.Connection) -> bool:
@@ -94,17 +94,17 @@ class Journaled:
         if db.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
             return True
         if not _has_journal(db):
-            raise ConfigError("the database has lost its journal", "put back the whole file")
+            raise ConfigError("the database has lost its journal", "restore the complete file")
         return False
 
     def _differing(self, db: sqlite3.Connection) -> Iterator[tuple[str, str]]:
         """Yield table and key of each row that differs from its newest entry."""
         for name in self.columns:
             for row in db.execute(self._select(name)):
-                if _entered(db, name, row[0]) != _digest(row):
+                if _newest_content(db, name, row[0]) != _digest(row):
                     yield name, row[0]
             for (one,) in db.execute("SELECT DISTINCT key FROM journal WHERE name = ?", (name,)):
-                if _entered(db, name, one) and not self._content(db, name, one):
+                if _newest_content(db, name, one) and not self._content(db, name, one):
                     yield name, one
 
     def _select(self, name: str) -> str:
@@ -115,8 +115,8 @@ class Journaled:
         row = db.execute(f"{self._select(name)} WHERE {self.columns[name][0]} = ?", (key,)).fetchone()
         return "" if row is None else _digest(row)
 
-    def _enter(self, db: sqlite3.Connection, name: str, key: str, content: str) -> None:
-        if _entered(db, name, key) == content and not name.startswith(_CHANGED):
+    def _append_entry(self, db: sqlite3.Connection, name: str, key: str, content: str) -> None:
+        if _newest_content(db, name, key) == content and not name.startswith(_CHANGED):
             return
         n, before = db.execute("SELECT n, digest FROM journal ORDER BY n DESC LIMIT 1").fetchone() or (0, _FIRST)
         values = (n + 1, name, key, content, _chained(before, name, key, content))
@@ -127,7 +127,7 @@ def _has_journal(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'journal'").fetchone() is not None
 
 
-def _entered(db: sqlite3.Connection, name: str, key: str) -> str:
+def _newest_content(db: sqlite3.Connection, name: str, key: str) -> str:
     """Return the content in the newest entry of a row; empty without one."""
     newest = "SELECT content FROM journal WHERE name = ? AND key = ? ORDER BY n DESC LIMIT 1"
     row = db.execute(newest, (name, key)).fetchone()

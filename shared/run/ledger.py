@@ -1,9 +1,9 @@
-"""Meaning of the ledger, `ledger.jsonl`: the disposition of every ticket. Only the trainer writes it.
+"""Ledger of a run, `ledger.jsonl`: the disposition of every ticket. Only the trainer writes it.
 
 Invariants:
-- A line is durable before the queue hears of it.
+- A line is durable before the queue is updated.
 - A `rollback` line of epoch n undoes earlier `trained` lines of later steps and of epochs below n, so a replaced
-  trainer that wakes up undoes nothing of its successor.
+trainer that resumes undoes nothing of its successor.
 - Of several lines of a ticket the highest epoch's counts, because an older trainer may still write before the queue
   fences it.
 - Two lines with the same end count as one: a successor may have written what its predecessor was about to write.
@@ -67,7 +67,7 @@ def line(
     }
 
 
-def end_named(one: Mapping[str, Any]) -> str:
+def disposition_label(one: Mapping[str, Any]) -> str:
     """Return the disposition of a line, with the filter if there is one: `filtered(zero_variance)`."""
     rule = rule_of(one)
     return str(one["disposition"]) if rule is None else f"{FILTERED}({rule})"

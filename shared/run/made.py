@@ -36,7 +36,7 @@ class MadeVersions:
         return sorted(v for v in self._archived if v.epoch == epoch and v.step > step + 1)
 
     def why_not(self, version: WeightVersion) -> str | None:
-        """Reason why no trainer can have written a line of the version; None if one can."""
+        """Return why no trainer can have written a line of the version; None if one can."""
         newest, head = self.newest, self._head
         if counted.is_ancestor(version, head) or (
             head.epoch == version.epoch and head.step < version.step <= newest.step

@@ -1,7 +1,7 @@
 """Mixture of a run: a pure function from `mixture.jsonl` to the environment of each ticket.
 
 A run starts with the mixture of its configuration. Every later change is a line of the file, in force from a ticket
-that nobody had reserved when it was written.
+that was not reserved when it was written.
 
 Invariants:
 - A ticket is the same task in any process and after any restart, whatever has joined or left: its environment and its

@@ -1,4 +1,4 @@
-"""Pinned settings of a run: those that decide what is trained, and which of them may change during the run.
+"""Pinned settings of a run, which decide what is trained, and rules for changing them during the run.
 
 Every checkpoint contains the settings in force, covered by its manifest's digest: complete for the first epoch, later
 only what an epoch changed. Each start of a trainer is an epoch, so the lineage, which lists the step at which each
@@ -295,7 +295,7 @@ def same_path(a: Any, b: Any) -> bool:
 
 
 def _objection(change: Change, step: int) -> str | None:
-    """Return the reason why a value may not change like that; None if it may."""
+    """Return why this change is not allowed; None if it is."""
     rule = rule_of(change.key)
     if change.key == "mode" and (change.was, change.now) in _ONE_MODE:
         return None

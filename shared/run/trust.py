@@ -1,6 +1,6 @@
 """Mark run folders whose addresses and paths this user's supervisor wrote.
 
-A run's configuration names programs, addresses, files and tokens. A folder from somebody else may name any file of the
+A run's configuration names programs, addresses, files and tokens. A folder from another person may name any file of the
 reader and any address to send it to. So a command that only reads a folder uses them only if the folder has this user's
 mark, or the user says `--trust`.
 

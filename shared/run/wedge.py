@@ -1,7 +1,7 @@
-"""Find what each service of a run waits for, and judge if the run still advances, from the services' own reports.
+"""Diagnose a run from its services' reports: what each waits for, and whether the run advances.
 
-A waiting service names another one, and so on, until a service is found that is at work, that will not continue by
-itself (paused, away, broken), or that was visited before: a cycle. Pure functions: reports in, sentences out.
+Waits are followed from service to service, up to one that is working, one that will not continue by itself (paused,
+unreachable, broken), or one visited before: a cycle. Pure functions: reports in, sentences out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ServiceReport:
     `error` is why it does not answer, `not_ready` what its /ready says and `waits_on` the party that names. `facts` is
     its own description: /status of the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout
     server, or `untold`: why it may not be read. `tokens_per_s` is measured by asking twice; None if not measured.
-    `external`: the service is not the run's own, so nobody here restarts it.
+    `external`: the service belongs to others, so this run's supervisor does not restart it.
     """
 
     name: str
@@ -86,8 +86,8 @@ class WaitNode:
 class Verdict:
     """Verdict on a run.
 
-    `chain` are sentences, from the service that waits to the one that all wait for. `quiet_s` is the time since the run
-    last advanced, in seconds; None if unknown.
+    `chain` holds sentences, from the waiting service to the root cause. `quiet_s` is the time since the run last
+    advanced, in seconds; None if unknown.
     """
 
     state: State
@@ -99,8 +99,8 @@ class Verdict:
         return " ← ".join(self.chain)
 
 
-def judge(seen: Sequence[ServiceReport]) -> Verdict:
-    """Judge the state of a run from the reports of some or all services."""
+def diagnose(seen: Sequence[ServiceReport]) -> Verdict:
+    """Diagnose the state of a run from the reports of some or all services."""
     run = next((s.facts for s in seen if s.kind == "orchestrator" and s.facts), {})
     quiet_s = run.get("quiet_s")
     trainer = next((s.facts for s in seen if s.kind == "trainer"), {})
@@ -270,7 +270,7 @@ def _orchestrator(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
 
 
 def _held_elsewhere(facts: Mapping[str, Any]) -> WaitLink | None:
-    """Return the wait for tickets of another orchestrator, dead or alive, if the trainer lacks just their groups."""
+    """Return the wait for another orchestrator's tickets, if the trainer lacks only their groups."""
     queue = facts.get("queue") or {}
     n = queue.get("leased", 0) - facts.get("held", 0)
     if not queue.get("ready") or n <= 0 or queue["depth"] >= facts.get("groups_per_step", 0):

@@ -1,7 +1,7 @@
-"""Content that is the same for everyone, sent whole from memory.
+"""Static content, sent whole from memory.
 
-It costs what its bytes cost, whatever a request's headers ask for: there are no ranges. A block is sent when the
-connection has room for it, so a client that does not read holds no copy of the content.
+Its cost does not depend on a request's headers: ranges are not supported. A block is sent when the connection has room
+for it, so a client that does not read keeps no copy of the content in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Framing of a chunked body, checked before the HTTP parser, which accepts and awaits any 64-bit size.
+"""Check a chunked body's framing before the HTTP parser, which accepts and awaits any 64-bit size.
 
 Strictly RFC 9112, 7.1: `size [;extension] CRLF data CRLF … 0 CRLF trailers CRLF`. Announced sizes are added up, so a
 body that is too large is refused before it arrives.
@@ -20,7 +20,7 @@ class ChunkError(Exception):
     """Refused framing.
 
     Args: reason: in two words; status: 400 for malformed chunks, 413 for a body that announces more bytes than allowed,
-    431 for too many bytes beside its data.
+    431 for too many bytes of framing.
     """
 
     def __init__(self, reason: str, status: int) -> None:
@@ -61,19 +61,19 @@ class Chunks:
     def _end_line(self, line: bytes) -> None:
         if self._in_trailers:
             self.ended = line == b"\r\n"
-            self._set_aside(len(line))
+            self._count_announced(len(line))
             return
         found = _SIZE.fullmatch(line)
         if found is None:
             raise ChunkError("malformed chunk", 400)
-        self._set_aside(len(found[2] or b""))
+        self._count_announced(len(found[2] or b""))
         size = int(found[1], 16)
         self._announced += size
         if self._announced > self._limit:
             raise ChunkError("large body", 413)
         self._in_trailers, self._to_come = not size, size and size + len(b"\r\n")
 
-    def _set_aside(self, n: int) -> None:
+    def _count_announced(self, n: int) -> None:
         self._aside += n
         if self._aside > MAX_ASIDE:
             raise ChunkError("long chunk line", 431)

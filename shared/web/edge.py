@@ -205,7 +205,7 @@ class Edge:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise Unavailable("the client went away before the body was complete")
+                        raise Unavailable("the client disconnected before the body was complete")
                     chunks.append(message.get("body", b""))
                     size += len(chunks[-1])
                     self._arriving += len(chunks[-1])

@@ -10,8 +10,7 @@ _MAX_CLIENTS = 4096
 class RateLimiter:
     """Allow each client `per_s` requests a second, with bursts of ten times as many.
 
-    It remembers 4096 clients; of more, those that have been quiet longest are forgotten, that is, have a full bucket
-    again.
+    It remembers 4096 clients; beyond that, the least recent ones are forgotten and start with a full bucket.
     """
 
     def __init__(self, per_s: float) -> None:

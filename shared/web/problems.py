@@ -37,7 +37,7 @@ def problem_answer(body: Mapping[str, Any], headers: Mapping[str, str], path: st
 
 
 def _client_fields(error: VolleyError, path: str) -> dict[str, Any]:
-    """Return what the clients of a path read beside the problem body."""
+    """Return the fields that clients of a path read in addition to the problem body."""
     if path == _GENERATE:
         return {"error": sglang_error(error)}
     added: Callable[[VolleyError, str], dict[str, Any]] | None = packages.part("client_errors", required=False)

@@ -80,7 +80,7 @@ def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
 
 
 def connections_for(wanted: int) -> int:
-    """Return how many connections fit beside other files; raise the soft limit of open files towards the hard one."""
+    """Return the number of connections that the limit of open files allows; raise the soft limit if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (soft, hard) or soft >= wanted + _OWN_FILES:
         return wanted

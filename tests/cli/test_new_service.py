@@ -135,6 +135,6 @@ def test_whoever_waits_for_it_is_told_why_it_does_not_go_on():
         ServiceReport("orchestrator", "orchestrator", facts=waiting),
         ServiceReport("scorer", "scorer", not_ready="loading"),
     ]
-    verdict = wedge.judge(seen)
+    verdict = wedge.diagnose(seen)
     assert set(verdict.chain) == {"orchestrator waits for scorer: no scores", "scorer is not ready: loading"}
     assert verdict.state == "wedged"

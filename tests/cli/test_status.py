@@ -206,4 +206,4 @@ def test_a_folder_without_processes_is_refused(tmp_path):
 def test_what_the_orchestrator_warns_about_is_printed():
     said = {"state": "running", "warnings": ["adder@2: at turn 3, 4 of the 4 attempts that reached it failed"]}
     seen = [ServiceReport("orchestrator", "orchestrator", "http://one", facts=said)]
-    assert "warning: adder@2: at turn 3, 4 of the 4 attempts" in _text(seen, wedge.judge(seen))
+    assert "warning: adder@2: at turn 3, 4 of the 4 attempts" in _text(seen, wedge.diagnose(seen))

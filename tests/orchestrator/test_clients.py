@@ -67,7 +67,7 @@ async def test_a_generation_as_msgpack_arrays_or_as_lists():
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (changed(prompt_tokens=4), "saw 4 prompt tokens of 5"),
+        (changed(prompt_tokens=4), "received 4 of 5 prompt tokens"),
         (changed(output_token_logprobs=[-0.5]), "1 log-probabilities for 3 tokens"),
         (changed(output_token_logprobs=[-0.5, float("nan"), -1.0]), "not finite"),
         (changed(output_token_logprobs=[-0.5, 0.5, -1.0]), "not negative"),

@@ -139,7 +139,7 @@ async def slowly(writer, data, start):
 
 
 async def busy(writer, data, start):
-    told = orjson.dumps({"type": "unavailable", "detail": "8 transfers are under way", "retry_after_s": 0.1})
+    told = orjson.dumps({"type": "unavailable", "detail": "8 transfers are already running", "retry_after_s": 0.1})
     writer.write(
         b"HTTP/1.1 503 Busy\r\nContent-Type: application/problem+json\r\nRetry-After: 0\r\n"
         b"Content-Length: %d\r\n\r\n" % len(told) + told
@@ -495,11 +495,11 @@ async def test_one_address_never_has_all_transfers_of_a_source(folder):
     uplink, digest = Uplink(lambda _: DATA[0], 4), CHUNKS[0].blake3
     for _ in range(2):
         await uplink.answer(asked_by("10.0.0.1"), digest)
-    with pytest.raises(Unavailable, match="2 transfers are under way"):
+    with pytest.raises(Unavailable, match="2 transfers are already running"):
         await uplink.answer(asked_by("10.0.0.1"), digest)
     for _ in range(2):
         await uplink.answer(asked_by("10.0.0.2"), digest)
-    with pytest.raises(Unavailable, match="4 transfers are under way"):
+    with pytest.raises(Unavailable, match="4 transfers are already running"):
         await uplink.answer(asked_by("10.0.0.3"), digest)
 
 

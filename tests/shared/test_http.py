@@ -316,7 +316,7 @@ async def test_requests_of_a_closed_client_fail_as_those_to_a_dead_service():
         c.exchange_stream("/x", {}, print),
         c.download("/x", print),
     ):
-        with pytest.raises(errors.ServiceUnreachable, match="its client is closed"):
+        with pytest.raises(errors.ServiceUnreachable, match="this client is closed"):
             await call
 
 

@@ -134,11 +134,11 @@ async def test_volleys_own_server_is_a_teacher() -> None:
         (of_prompt(texts=[None] * 5), "m", TeacherRefused, "no texts of tokens"),
         (sglang(texts=["", "�", ""]), None, TeacherUnusable, "do not show"),
         (echo(texts=TEXTS[:3]), "m", TeacherUnusable, "2 texts of 3 tokens"),
-        ({"choices": [{"logprobs": None}]}, "m", TeacherUnusable, "holds no log-probabilities"),
-        ({"choices": []}, "m", TeacherUnusable, "holds no log-probabilities"),
-        ({"meta_info": {}}, None, TeacherUnusable, "holds no log-probabilities"),
-        ([], None, TeacherUnusable, "holds no log-probabilities"),
-        (b"", None, TeacherUnusable, "holds no log-probabilities"),
+        ({"choices": [{"logprobs": None}]}, "m", TeacherUnusable, "has no log-probabilities"),
+        ({"choices": []}, "m", TeacherUnusable, "has no log-probabilities"),
+        ({"meta_info": {}}, None, TeacherUnusable, "has no log-probabilities"),
+        ([], None, TeacherUnusable, "has no log-probabilities"),
+        (b"", None, TeacherUnusable, "has no log-probabilities"),
     ],
 )
 async def test_what_is_not_whole_is_no_data(body: Any, model: str | None, kind: type[VolleyError], named: str) -> None:

@@ -13,7 +13,7 @@ from shared.files.storage import storage
 from shared.process.ports import free_port
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.run.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, judge, nodes
+from shared.run.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, diagnose, nodes
 
 QUEUE = {"ready": True, "leased": 0, "depth": 0, "version": 12}
 SERVER = {
@@ -195,7 +195,7 @@ WEDGES = {
 @pytest.mark.parametrize("name", [*PAUSES, *WEDGES])
 def test_a_planted_wedge_is_named_with_its_cause_and_what_is_paused_on_request_only_waits(name):
     seen, chain = (PAUSES | WEDGES)[name]
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     assert verdict.state == ("waiting" if name in PAUSES else "wedged"), verdict
     assert len(verdict.chain) == len(chain), verdict.chain
     for sentence, expected in zip(verdict.chain, chain, strict=True):
@@ -210,7 +210,7 @@ def test_an_evaluation_that_waits_for_weights_nobody_makes_is_a_cycle():
         orchestrator(behind, quiet_s=CYCLE_S, evaluating_step=5, waits={"server": 3}),
         ROLLOUT,
     ]
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     assert (verdict.state, verdict.cycle) == ("wedged", True)
     assert str(verdict) == (
         "trainer waits for groups: 1 of 8 are here ← "
@@ -221,21 +221,21 @@ def test_an_evaluation_that_waits_for_weights_nobody_makes_is_a_cycle():
 
 def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_lasts_very_long():
     seen = [trainer(phase="training", waits=[]), orchestrator(waiting=FULL, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     assert verdict.state == "running"
     assert verdict.chain == (
         f"orchestrator waits for trainer: {FULL['why']}",
         "trainer is at work (training, 12 of 99 steps done)",
     )
-    assert judge([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
+    assert diagnose([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
 
 
 @pytest.mark.parametrize("phase", ["loading", "warm start", "training", "saving"])
 def test_a_trainer_whose_own_report_changes_is_at_work_however_long_it_takes(phase):
     waiting = orchestrator(waiting=FULL, quiet_s=BUSY_S * 3)
-    assert judge([trainer(phase=phase, waits=[], quiet_s=BUSY_S - 1), waiting, ROLLOUT, ENV]).state == "running"
-    assert judge([trainer(phase=phase, waits=[], quiet_s=BUSY_S), waiting, ROLLOUT, ENV]).state == "wedged"
-    assert judge([waiting]).state == "running"  # its orchestrator alone cannot tell
+    assert diagnose([trainer(phase=phase, waits=[], quiet_s=BUSY_S - 1), waiting, ROLLOUT, ENV]).state == "running"
+    assert diagnose([trainer(phase=phase, waits=[], quiet_s=BUSY_S), waiting, ROLLOUT, ENV]).state == "wedged"
+    assert diagnose([waiting]).state == "running"  # its orchestrator alone cannot tell
 
 
 @pytest.mark.parametrize(
@@ -252,28 +252,28 @@ def test_a_trainer_whose_own_report_changes_is_at_work_however_long_it_takes(pha
 )
 def test_a_server_that_samples_or_loads_is_at_work(rollout, state):
     quiet_s = BUSY_S * 3 if rollout.tokens_per_s else BUSY_S - 1
-    assert judge([trainer(), orchestrator(waits={"rollout": 4}, quiet_s=quiet_s), rollout, ENV]).state == state
+    assert diagnose([trainer(), orchestrator(waits={"rollout": 4}, quiet_s=quiet_s), rollout, ENV]).state == state
 
 
 def test_an_evaluation_behind_another_orchestrators_is_no_wedge_until_it_lasts_very_long():
     seen = [trainer(), orchestrator(waits={"peer": 1}, evaluating_step=5, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     assert verdict.state == "running"
     assert (
         verdict.chain[1]
         == "orchestrator waits for another orchestrator of the run, which evaluates, to evaluate step 5"
     )
-    assert judge([seen[0], orchestrator(waits={"peer": 1}, quiet_s=BUSY_S)]).state == "wedged"
+    assert diagnose([seen[0], orchestrator(waits={"peer": 1}, quiet_s=BUSY_S)]).state == "wedged"
 
 
 def test_servers_that_have_not_registered_may_wait_for_a_trainer_that_was_not_asked():
     """As the orchestrator sees a run whose trainer takes minutes to start."""
-    assert judge([orchestrator(servers=[], quiet_s=QUIET_S, **NEEDS_SERVER)]).state == "running"
+    assert diagnose([orchestrator(servers=[], quiet_s=QUIET_S, **NEEDS_SERVER)]).state == "running"
 
 
 def test_a_trainer_that_was_not_asked_may_be_at_work():
-    assert judge([orchestrator(waiting=FULL, quiet_s=QUIET_S * 2)]).state == "running"
-    assert judge([orchestrator(waiting={"on": "redis", "why": "gone"}, quiet_s=QUIET_S)]).state == "wedged"
+    assert diagnose([orchestrator(waiting=FULL, quiet_s=QUIET_S * 2)]).state == "running"
+    assert diagnose([orchestrator(waiting={"on": "redis", "why": "gone"}, quiet_s=QUIET_S)]).state == "wedged"
 
 
 @pytest.mark.parametrize(
@@ -283,12 +283,14 @@ def test_a_trainer_that_was_not_asked_may_be_at_work():
 )
 def test_a_long_answer_is_no_wedge(said, tokens_per_s):
     answering = replace(ROLLOUT, facts={"internal_state": said}, tokens_per_s=tokens_per_s)
-    assert judge([trainer(), orchestrator(waits={"rollout": 4}), answering]).state == "running"
+    assert diagnose([trainer(), orchestrator(waits={"rollout": 4}), answering]).state == "running"
 
 
 def test_servers_wait_for_the_first_weights_while_the_trainer_warms_up():
     empty = replace(ROLLOUT, not_ready="no weights are published under w yet", waits_on="trainer")
-    verdict = judge([trainer(phase="warm start", waits=[], step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty])
+    verdict = diagnose(
+        [trainer(phase="warm start", waits=[], step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty]
+    )
     assert verdict.state == "running"
     assert verdict.chain[1:] == (
         "trainer is at work (warm start, 0 of 99 steps done)",
@@ -300,12 +302,12 @@ def test_servers_wait_for_the_first_weights_while_the_trainer_warms_up():
     ("quiet_s", "state"), [(0.0, "running"), (FRESH_S, "waiting"), (QUIET_S - 1, "waiting"), (QUIET_S, "wedged")]
 )
 def test_how_long_nothing_advanced_decides(quiet_s, state):
-    assert judge([trainer(), orchestrator(servers=[], quiet_s=quiet_s, **NEEDS_SERVER)]).state == state
+    assert diagnose([trainer(), orchestrator(servers=[], quiet_s=quiet_s, **NEEDS_SERVER)]).state == state
 
 
 @pytest.mark.parametrize("state", ["finished", "failed"])
 def test_a_run_that_is_over_is_not_wedged(state):
-    verdict = judge(
+    verdict = diagnose(
         [
             trainer(phase="done", waits=[]),
             orchestrator(state=state, reason="8 groups in a row failed", quiet_s=9e9),
@@ -315,14 +317,14 @@ def test_a_run_that_is_over_is_not_wedged(state):
 
 
 def test_without_the_orchestrator_the_chain_still_names_it():
-    verdict = judge([trainer(), ServiceReport("orchestrator", "orchestrator", error="Connection refused"), ROLLOUT])
+    verdict = diagnose([trainer(), ServiceReport("orchestrator", "orchestrator", error="Connection refused"), ROLLOUT])
     assert verdict.state == "waiting"
     assert verdict.chain == (f"trainer waits for {GROUPS}", "orchestrator does not answer: Connection refused")
 
 
 def test_servers_that_only_the_orchestrator_knows_are_in_the_chain():
     assert [node.name for node in nodes([orchestrator(), ENV])] == ["orchestrator", "env", "http://r0"]
-    verdict = judge([orchestrator({"out": "refused", "obstacle": "failed (refused)"}, **NEEDS_SERVER)])
+    verdict = diagnose([orchestrator({"out": "refused", "obstacle": "failed (refused)"}, **NEEDS_SERVER)])
     assert verdict.chain[-1] == "http://r0 is not ready: refused"
 
 
@@ -337,17 +339,17 @@ async def test_an_error_names_whom_the_trainer_waits_for(tmp_path: Path):
 
 def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_of_the_run():
     away = [replace(seen, facts={}, error="Connection refused") for seen in (trainer(), orchestrator(), ROLLOUT, ENV)]
-    assert judge(away).state == "stopped"
-    assert judge(away).chain == ("no service of the run answers",)
-    assert judge(away[2:]).chain == (
+    assert diagnose(away).state == "stopped"
+    assert diagnose(away).chain == ("no service of the run answers",)
+    assert diagnose(away[2:]).chain == (
         "rollout-0 does not answer: Connection refused",
         "env does not answer: Connection refused",
     )
-    assert judge([*away[1:], trainer()]).state != "stopped"
+    assert diagnose([*away[1:], trainer()]).state != "stopped"
 
 
 def test_many_calls_that_wait_for_the_same_service_are_one_line():
     many = [*waits("env", "task 4 is not drawn yet"), *waits("env", "task 9 is not drawn yet"), *waits("redis", "away")]
-    chain = judge([trainer(phase="warm start", waits=many), ENV]).chain
+    chain = diagnose([trainer(phase="warm start", waits=many), ENV]).chain
     assert "trainer waits for env: task 4 is not drawn yet, and 1 more like it" in chain
     assert not any("task 9" in line for line in chain)

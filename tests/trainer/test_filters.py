@@ -160,10 +160,10 @@ def test_a_filtered_line_names_its_rule_and_is_read_by_who_does_not_know_it():
     line = ledger.line(3, dropped.reason, at, versions=dropped.versions, reason=dropped.detail, rule=dropped.rule)
     assert line["reason"] == "zero_variance: all 2 rewards are 1"
     assert ledger.parse(orjson.dumps(line)) == line
-    assert ledger.end_named(line) == "filtered(zero_variance)"
-    assert ledger.end_named(line | {"reason": "new_rule: whatever"}) == "filtered"
-    assert ledger.end_named(line | {"reason": None}) == "filtered"
-    assert ledger.end_named(line | {"disposition": "stale"}) == "stale"
+    assert ledger.disposition_label(line) == "filtered(zero_variance)"
+    assert ledger.disposition_label(line | {"reason": "new_rule: whatever"}) == "filtered"
+    assert ledger.disposition_label(line | {"reason": None}) == "filtered"
+    assert ledger.disposition_label(line | {"disposition": "stale"}) == "stale"
 
 
 async def test_filtered_groups_are_on_record_void_and_replaced(bench: Bench):
@@ -172,7 +172,9 @@ async def test_filtered_groups_are_on_record_void_and_replaced(bench: Bench):
         bench.queue.put(made)
     await bench.run_to_the_end()
     assert [e for e in bench.events if e.startswith(("step", "dead"))] == ["dead 3", "step [2, 4]", "step [5, 7]"]
-    ends = {t: ledger.end_named(line) for t, line in LedgerFile(bench.folder / "ledger.jsonl").settled().items()}
+    ends = {
+        t: ledger.disposition_label(line) for t, line in LedgerFile(bench.folder / "ledger.jsonl").settled().items()
+    }
     assert {t: end for t, end in ends.items() if end != "trained"} == {
         1: "filtered(zero_variance)",
         3: "filtered(nonfinite_reward)",
@@ -246,7 +248,9 @@ def test_a_trainer_that_is_killed_while_it_filters_ends_with_the_same_weights(tm
     filters = {"custom": own} if rule == "custom" else {rule: True}
     calm, killed = (run_of(tmp_path / f"killed {n}", filters, kills=n) for n in (0, 2))
     assert difference(killed, calm) is None
-    ends = [{t: ledger.end_named(x) for t, x in LedgerFile(run.ledger).settled().items()} for run in (calm, killed)]
+    ends = [
+        {t: ledger.disposition_label(x) for t, x in LedgerFile(run.ledger).settled().items()} for run in (calm, killed)
+    ]
     assert ends[0] == ends[1]
     assert [t for t, end in ends[0].items() if end == f"filtered({rule})"] == [1, 4, 7, 10, 13]
     assert len(ends[0]) == 15
@@ -269,7 +273,7 @@ async def test_groups_that_engine_and_trainer_disagree_on_are_filtered_before_th
     told = [e for e in bench.events if e.startswith(("compare", "step", "dead"))]
     assert told == ["compare [1, 2]", "dead 2", "compare [3]", "step [1, 3]", "compare [4, 5]", "step [4, 5]"]
     settled = LedgerFile(bench.folder / "ledger.jsonl").settled()
-    assert ledger.end_named(settled[2]) == "filtered(logprob)"
+    assert ledger.disposition_label(settled[2]) == "filtered(logprob)"
     assert (
         "mean |Δ log p| 0.51 nats on tokens of e000001-s000000, above trainer.filters.logprob=0.5"
         in (settled[2]["reason"])
@@ -314,7 +318,7 @@ def test_a_group_that_the_orchestrator_filtered_ends_under_its_rule_and_is_no_de
     assert dropped is not None
     assert (dropped.reason, dropped.rule, dropped.detail, dropped.is_defect) == ("filtered", rule, "why", False)
     line = ledger.line(1, dropped.reason, WeightVersion(1, 0), reason=dropped.detail, rule=dropped.rule)
-    assert ledger.end_named(line) == f"filtered({rule})"
+    assert ledger.disposition_label(line) == f"filtered({rule})"
     assert one.n_filtered == {rule: 1}
 
 

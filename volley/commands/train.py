@@ -284,7 +284,7 @@ async def _waiting(running: stack.LocalStack, state: str) -> str:
     A run that is only slow is not called wedged: some service must have halted, or services wait for each other.
     """
     seen = await ask_all([ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls])
-    verdict = wedge.judge(seen)
+    verdict = wedge.diagnose(seen)
     if state == "wedged" and not (verdict.cycle or any(node.halted for node in wedge.nodes(seen))):
         state = "waiting"
     return f"the run is {state}; {'; '.join(verdict.chain or unready(seen)) or 'all services are ready'}"

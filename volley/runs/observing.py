@@ -46,7 +46,7 @@ async def observe(services: Sequence[ServiceStatus]) -> tuple[list[ServiceReport
     rollout server has sampled tokens.
     """
     seen = await ask_all(services)
-    verdict = wedge.judge(seen)
+    verdict = wedge.diagnose(seen)
     first = seen
     for look in range(1, _LOOKS + 1):
         if (verdict.quiet_s or 0.0) < wedge.FRESH_S or not any(_made(s) and not s.tokens_per_s for s in seen):
@@ -57,7 +57,7 @@ async def observe(services: Sequence[ServiceStatus]) -> tuple[list[ServiceReport
             replace(now, tokens_per_s=(_made(now) - _made(then)) / (look * _BETWEEN_S))
             for then, now in zip(first, later, strict=True)
         ]
-        verdict = wedge.judge(seen)
+        verdict = wedge.diagnose(seen)
     return seen, verdict
 
 

@@ -47,7 +47,9 @@ class Dispositions:
             return
         known = self._ended.get(one["ticket"])
         if known is None or one["epoch"] >= known.epoch:
-            self._ended[one["ticket"]] = _LedgerEnd(one["epoch"], one["step"], sys.intern(ledger.end_named(one)))
+            self._ended[one["ticket"]] = _LedgerEnd(
+                one["epoch"], one["step"], sys.intern(ledger.disposition_label(one))
+            )
 
     def of(self, ticket: int) -> str | None:
         end = self._ended.get(ticket)

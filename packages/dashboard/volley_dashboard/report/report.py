@@ -208,7 +208,7 @@ def _checked(rows: Iterable[dict[str, Any]]) -> Iterator[ledger.Line]:
 
 def dispositions(lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, int]:
     """Tickets by disposition along the lineage of `head`; filtered ones by rule."""
-    return dict(Counter(ledger.end_named(line) for line in counted.of_tickets(lines, head)))
+    return dict(Counter(ledger.disposition_label(line) for line in counted.of_tickets(lines, head)))
 
 
 def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def varied(
 
 def _forked(plan: ForkPlan, then: Then) -> Mapping[str, Any]:
     say = print_lines
-    say(f"fork {plan.folder.name} of {plan.fork.run} from step {plan.fork.began} in {plan.folder.path}")
+    say(f"fork {plan.folder.name} of {plan.fork.run} from step {plan.fork.last_source_step} in {plan.folder.path}")
     result = training.trained(plan, say)
     say(f"{plan.folder.name} ended after step {result['step']}: {result['why']}")
     if then.evaluate:

@@ -99,5 +99,5 @@ def _rewarded(trajectory: Trajectory, found: Rejudged) -> Trajectory:
 def versions(plan: ForkPlan) -> list[WeightVersion]:
     """Versions of the log whose groups the fork may train on."""
     head = plan.fork.head
-    steps = range(plan.fork.began + 1, head.step + 1)
+    steps = range(plan.fork.last_source_step + 1, head.step + 1)
     return [WeightVersion(epoch_of(step, head.lineage) or 0, step) for step in steps]

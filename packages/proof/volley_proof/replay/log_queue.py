@@ -126,6 +126,6 @@ def _of_step(root: Path, run: str, version: WeightVersion, lines: Sequence[Line]
 
 
 def _ended(run: str, line: Mapping[str, Any]) -> StreamEntry:
-    why = f"ended in run {run} as {ledger.end_named(line)}: {line.get('reason') or 'no reason'}"
+    why = f"ended in run {run} as {ledger.disposition_label(line)}: {line.get('reason') or 'no reason'}"
     group = Group(line["ticket"], "", "", (), failure=why)
     return StreamEntry(f"{line['ticket']}", line["ticket"], group.encode(), 1)

@@ -44,7 +44,7 @@ class TicketFates:
 
     def by_disposition(self) -> dict[str, int]:
         trained = self.n_trained
-        counts = Counter(ledger.end_named(line) for ticket, line in self.voids.items() if ticket not in trained)
+        counts = Counter(ledger.disposition_label(line) for ticket, line in self.voids.items() if ticket not in trained)
         return dict(Counter({TRAINED: len(trained)}) + counts)
 
 

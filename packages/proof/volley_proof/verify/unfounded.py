@@ -56,10 +56,10 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
     files = (folder.metrics, folder.evals, folder.handovers, folder.saved)
     found = {path: read_versions(path) for path in files}
     measured = _lines(folder.evals)
-    unfit = [*evaluations.unfit(measured)]
+    invalid = [*evaluations.invalid_lines(measured)]
     sampled, bad = _sampled(folder.samples)
     made = MadeVersions(folder, head)
-    for number, why in [*unfit, *evaluations.beyond(measured, made.last_step)]:
+    for number, why in [*invalid, *evaluations.lines_after(measured, made.last_step)]:
         yield _of(folder.evals, f"line {number}: {why}")
     for path, (versions, unreadable) in found.items():
         yield from unreadable if path != folder.metrics else ()  # the check of metrics reports these
