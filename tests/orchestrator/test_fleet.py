@@ -49,8 +49,8 @@ async def test_a_server_that_leaves_while_servers_are_held_is_not_held_and_fails
             found.clear()
             await fleet.refresh()
             for server in leaving:
-                await holds._ask(server, version)
-                await holds._let_go(server, version)
+                await holds._request_hold(server, version)
+                await holds._release_server(server, version)
             assert not holds.any
 
 

@@ -24,7 +24,7 @@ from services.rollout import metrics
 from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.link import frame
-from services.rollout.engines.sglang_jax.worker import _as_weights_error, named
+from services.rollout.engines.sglang_jax.worker import _as_weights_error, translated
 from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import ConfigError, DeviceFailed, EngineDied, OutOfMemory, Unavailable, VolleyError, WeightsError
@@ -213,10 +213,10 @@ async def test_an_engine_that_cannot_boot_says_whether_another_start_may_succeed
 
 
 def test_a_fault_of_a_device_may_pass_and_a_defect_does_not() -> None:
-    fault = named(JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_INSTRUCTION"))
+    fault = translated(JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_INSTRUCTION"))
     assert (exit_code(fault), "CUDA_ERROR_ILLEGAL_INSTRUCTION" in str(fault)) == (AGAIN, True)
-    assert exit_code(named(RuntimeError("a defect"))) == FAILED
-    assert exit_code(named(ConfigError("a mesh of 3"))) == REFUSED
+    assert exit_code(translated(RuntimeError("a defect"))) == FAILED
+    assert exit_code(translated(ConfigError("a mesh of 3"))) == REFUSED
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_of_whom_nothing_is_known_is_asked_after_the_trainer():
 
 
 def test_where_others_tell_nothing_they_are_asked_before_the_trainer():
-    picked = ChunkPicker(bits("1"), are_told=False).pick([source("trainer"), source("other")], 0.0)
+    picked = ChunkPicker(bits("1"), have_reports=False).pick([source("trainer"), source("other")], 0.0)
     assert picked is not None
     assert picked[1] is not None
     assert picked[1].url == "other"

@@ -117,7 +117,7 @@ async def test_volleys_own_server_is_a_teacher() -> None:
 @pytest.mark.parametrize(
     ("body", "model", "kind", "named"),
     [
-        (sglang([-0.5, -1.0], [60, 70], [None, None]), None, TeacherUnusable, "2 log-probabilities of 3 tokens"),
+        (sglang([-0.5, -1.0], [60, 70], [None, None]), None, TeacherUnusable, "2 log-probabilities for 3 tokens"),
         (sglang([-0.5, None, -1.0]), None, TeacherUnusable, "not a number"),
         (sglang([-0.5, "x", -1.0]), None, TeacherUnusable, "not a number"),
         (sglang([-0.5, 0.5, -1.0]), None, TeacherUnusable, "positive"),
@@ -133,7 +133,7 @@ async def test_volleys_own_server_is_a_teacher() -> None:
         (echo(texts=[f"token_id:{t}" for t in IDS]), "m", TeacherRefused, "no texts of tokens"),
         (of_prompt(texts=[None] * 5), "m", TeacherRefused, "no texts of tokens"),
         (sglang(texts=["", "�", ""]), None, TeacherUnusable, "do not show"),
-        (echo(texts=TEXTS[:3]), "m", TeacherUnusable, "2 texts of 3 tokens"),
+        (echo(texts=TEXTS[:3]), "m", TeacherUnusable, "2 texts for 3 tokens"),
         ({"choices": [{"logprobs": None}]}, "m", TeacherUnusable, "has no log-probabilities"),
         ({"choices": []}, "m", TeacherUnusable, "has no log-probabilities"),
         ({"meta_info": {}}, None, TeacherUnusable, "has no log-probabilities"),
@@ -255,7 +255,7 @@ async def test_a_key_that_a_server_says_back_is_told_to_nobody() -> None:
 @pytest.mark.parametrize("texts", [None, ["<s>", *["Up"] * 4]])
 async def test_an_echo_with_tokens_of_its_own_before_ours_is_refused(texts: list[str] | None) -> None:
     told = {"token_logprobs": [None, -9.0, -9.0, *TOLD, -7.0], "tokens": texts and [*texts, "Up", " more"]}
-    with pytest.raises(TeacherUnusable, match="returned 7 log-probabilities of 3 tokens"):
+    with pytest.raises(TeacherUnusable, match="returned 7 log-probabilities for 3 tokens"):
         await asked(Answering({"choices": [{"text": "x", "logprobs": told}]}), model="m")
 
 
