@@ -42,17 +42,18 @@ _log = telemetry.Log("env")
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError, and Unavailable while another env service uses the folder.
 
-    A service that plays a run again (`allow_changed_code`) may run beside the run's own: it submits nothing.
+    A service that plays a run again (`allow_changed_code`) may run at the same time as the run's own: it submits
+    nothing.
     """
     settings = from_config(config)
-    with nullcontext() if settings.allow_changed_code else _sole_use(settings.folder):
+    with nullcontext() if settings.allow_changed_code else _locked(settings.folder):
         async with open_env(settings) as service:
             yield service
 
 
 @contextmanager
-def _sole_use(folder: Path) -> Iterator[None]:
-    """Keep other env services from the folder; each would overlook and overwrite what the others store there.
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder against other env services, which would overwrite each other's files.
 
     A service that cannot write to the folder stores nothing there, and needs no lock.
     """
@@ -65,9 +66,7 @@ def _sole_use(folder: Path) -> Iterator[None]:
         if not locks.try_lock(lock):
             raise Unavailable(
                 f"another env service uses {folder}",
-                "start one for each run, with a services.env.folder of its own: it alone knows its episodes and what "
-                "was submitted to it. services.env.processes gives it more cores; other env services can be submitted "
-                "to it by their addresses",
+                "give each run its own services.env.folder; with services.env.processes one service uses more cores",
             )
         yield
     finally:
@@ -120,7 +119,7 @@ def _app(settings: EnvSettings, catalogue: Catalogue, extension: Extension) -> F
         "env",
         limits=settings.limits,
         tokens=read_tokens(settings.token_files),
-        ready=lambda: _why_not(catalogue, settings.env),
+        ready=lambda: _not_ready_reason(catalogue, settings.env),
         roles={**ROLES, **environments.ROLES},
         max_objects=MAX_OBJECTS,
         direct=direct_routes(),
@@ -191,5 +190,5 @@ def check_rewarded(settings: EnvSettings, catalogue: Catalogue) -> None:
         _log.warning("rewards are configured for an environment that does not exist yet", env=name)
 
 
-def _why_not(catalogue: Catalogue, env: str) -> str | None:
-    return catalogue.get(env).backend.why_stuck() if catalogue.has(env) else None
+def _not_ready_reason(catalogue: Catalogue, env: str) -> str | None:
+    return catalogue.get(env).backend.stuck_reason() if catalogue.has(env) else None

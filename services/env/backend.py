@@ -66,7 +66,7 @@ class LiveEpisode(Protocol):
 
 
 @runtime_checkable
-class FinishedEpisode(Protocol):
+class GradableEpisode(Protocol):
     """An episode that can be graded before its end, when its client stops."""
 
     async def finish(self) -> StepResult:
@@ -78,7 +78,7 @@ class AgentSpec(BaseModel):
     """How episodes of an agent are played.
 
     Attributes:
-        kind: `program` is started by this service; `external` means somebody outside.
+        kind: `program` is started by this service; `external` runs elsewhere.
         timeout_s: seconds after which the program is ended; it is judged as it stands.
         exit_codes: codes that are a normal end.
         judged: True if the environment gives the reward.
@@ -106,7 +106,7 @@ class ProgramState:
     """State of an agent's program.
 
     `exit_code` is None while it runs, and if it was killed; `detail` says how it ended if not by itself; `output` is
-    the end of what it printed.
+    the end of its output.
     """
 
     state: Literal["running", "exited", "failed"]
@@ -117,7 +117,7 @@ class ProgramState:
 
 @runtime_checkable
 class AgentPlayed(Protocol):
-    """An episode that an agent plays, and `finish` judges."""
+    """An episode played by an agent and judged by `finish`."""
 
     @property
     def agent(self) -> AgentSpec: ...
@@ -131,16 +131,16 @@ class AgentPlayed(Protocol):
 
     async def state(self, wait_s: float) -> ProgramState: ...
 
-    def hear(self, output: str) -> None:
-        """Take what an agent outside sends at its end, before `finish`."""
+    def set_output(self, output: str) -> None:
+        """Store the final output of an external agent, before `finish`."""
         ...
 
     async def finish(self) -> StepResult: ...
 
 
 async def finish_early(episode: LiveEpisode) -> StepResult:
-    """End an episode early: truncated, and without a reward unless it is a `FinishedEpisode`."""
-    if isinstance(episode, FinishedEpisode):
+    """End an episode early: truncated, and without a reward unless it is a `GradableEpisode`."""
+    if isinstance(episode, GradableEpisode):
         return await episode.finish()
     return StepResult((), 0.0, False, True, Info({}, False))
 
@@ -163,8 +163,8 @@ class EnvironmentBackend(Protocol):
 
     async def demonstration(self, split: str, index: int) -> Demonstration: ...
 
-    def why_stuck(self) -> str | None:
-        """Reason why its calls are refused or fail at present; None if they do not."""
+    def stuck_reason(self) -> str | None:
+        """Return why its calls are refused or fail at present; None if they do not."""
         ...
 
 

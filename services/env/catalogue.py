@@ -210,7 +210,7 @@ class Catalogue:
         return dict(config), None
 
     def _existing(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
-        """The existing entry, or None if there is room for a new one. Raises Conflict, Unavailable."""
+        """Return the existing entry; None if a new one can be added. Raises Conflict, Unavailable."""
         known = self._entries.get(wanted.name)
         if known is not None and (known.kind, known.config, known.weight) != (
             wanted.kind,

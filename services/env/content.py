@@ -106,14 +106,14 @@ def _changed(env: str, part: str, was: ContentPart, now: ContentPart) -> ConfigE
         )
     moved = "" if was.source == now.source else f" (then at {was.source})"
     return ConfigError(
-        f"{env}: {now.source} has changed since the run began: its digest is {now.digest[:_SHOWN]}, it was "
+        f"{env}: {now.source} has changed since the run began: its digest is {now.digest[:_SHOWN]} instead of "
         f"{was.digest[:_SHOWN]}{moved}",
         "restore the file, or start a new run: tasks and evaluations before and after the change would differ",
     )
 
 
 def _parts(entry: CatalogueEntry, submitted: Path) -> Iterator[tuple[str, ContentPart]]:
-    """List the parts of an entry's content. Raises ConfigError for a file that cannot be read."""
+    """Return the parts of an entry's content. Raises ConfigError for a file that cannot be read."""
     config, kind = entry.config, kinds().get(entry.kind)
     if kind is not None and kind.distribution is not None:
         yield "package", ContentPart(source=kind.distribution, digest=metadata.version(kind.distribution))

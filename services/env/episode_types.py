@@ -42,7 +42,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """Part of a step's result beside the five-tuple's numbers.
+    """Details of a step's result.
 
     `reward_components` sums to the step's reward; `success` says whether the task is solved; `error` is the model's
     mistake in this turn, if any; `extra` holds the environment's own fields.
@@ -139,7 +139,7 @@ class Tasks(Protocol):
         ...
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """A conversation to learn from; its `success` is False if it does not solve the task. Raises NotFound."""
+        """Return a conversation to learn from; `success` is False if it does not solve the task. Raises NotFound."""
         ...
 
 

@@ -124,12 +124,12 @@ class Episodes:
         """End an episode early and grade it as it stands. Raises what `step` does.
 
         Args:
-            output: what an agent outside sends at its end.
+            output: final output of an external agent.
         """
 
         async def ended(live: LiveEpisode) -> StepResult:
             if output is not None:
-                self._agent(episode_id)[1].hear(output)
+                self._agent(episode_id)[1].set_output(output)
             return await finish_early(live)
 
         digest = _FINISHED if output is None else f"{_FINISHED} {fingerprint(assistant(output))}"
@@ -339,7 +339,7 @@ class Episodes:
             self._watcher.ended(env)
 
     def waiting(self) -> Mapping[str, str]:
-        """For each environment with slow calls, a sentence about them."""
+        """Return a sentence for each environment with slow calls."""
         now, found = self._clock(), dict[str, list[float]]()
         for env, began in self._calls.values():
             if now - began >= _SLOW_S:

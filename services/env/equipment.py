@@ -1,4 +1,4 @@
-"""Tools and sandboxes for environments of the catalogue, as an installed package gives them (see `extension`)."""
+"""Tools and sandboxes for environments of the catalogue, provided by an installed package (see `extension`)."""
 
 from __future__ import annotations
 

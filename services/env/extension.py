@@ -1,4 +1,4 @@
-"""Seam for an installed package that adds submitted environments, tools, sandboxes and rewards to the service.
+"""Interface for an installed package that adds submitted environments, tools, sandboxes and rewards to the service.
 
 The part `environments` of the group `volley.parts` is a subclass of `Extension`. The service works without one, with
 built-in environments alone.
@@ -50,7 +50,7 @@ class Extension:
         return ()
 
     def about(self) -> Mapping[str, Any]:
-        """Return what `GET /health` says about it."""
+        """Return its fields in `GET /health`."""
         return {}
 
     def names(self) -> frozenset[str]:
@@ -62,7 +62,7 @@ class Extension:
         return ()
 
     def trouble(self, env: str) -> str | None:
-        """Say why episodes of one of its environments fail at present; None if they do not."""
+        """Return why episodes of one of its environments fail at present; None if they do not."""
         return None
 
     def installed(self) -> Sequence[Mapping[str, str]]:

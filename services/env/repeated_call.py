@@ -1,4 +1,4 @@
-"""Calls that take longer than a request may: the client repeats its request until the answer is there."""
+"""Calls that take longer than one request: the client repeats its request until the answer is ready."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WAIT_S = 20.0
 """Longest wait for an answer in one request."""
 
 
-async def answered[T](future: asyncio.Future[T]) -> T:
-    """Wait for an answer. Raises its error, and Busy after WAIT_S: the call goes on, and may be asked for again."""
+async def wait_for_answer[T](future: asyncio.Future[T]) -> T:
+    """Wait for an answer. Raises its error, and Busy after WAIT_S: the call continues; repeat the request."""
     try:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(future)
     except TimeoutError:
-        raise Busy("the sandbox is still at work", "repeat the request", 0.1) from None
+        raise Busy("the sandbox has not finished the call", "repeat the request", 0.1) from None
 
 
 class RepeatedCall[T]:
@@ -28,14 +28,14 @@ class RepeatedCall[T]:
         self._pending: asyncio.Future[T] | None = None
 
     async def answer(self, send: Callable[[], asyncio.Future[T]]) -> T:
-        """Send the call unless it is pending, and wait for the answer. Raises as `answered`.
+        """Send the call unless it is pending, and wait for the answer. Raises as `wait_for_answer`.
 
         After Busy, or if the caller is cancelled, the call stays pending, even if its answer is there by then.
         """
         if self._pending is None:
             self._pending = send()
         try:
-            found = await answered(self._pending)
+            found = await wait_for_answer(self._pending)
         except Busy:
             raise
         except VolleyError:
@@ -46,7 +46,7 @@ class RepeatedCall[T]:
 
 
 class OutlivingCalls:
-    """Calls that go on without the request for them; an async context manager, whose end cancels them."""
+    """Calls that continue without their request; an async context manager that cancels them at its end."""
 
     def __init__(self) -> None:
         self._tasks, self._running = asyncio.TaskGroup(), set[asyncio.Task[None]]()

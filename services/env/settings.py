@@ -88,7 +88,7 @@ class EnvSettings:
 def from_config(config: RunConfig) -> EnvSettings:
     """Derive the settings.
 
-    Episodes outlive the orchestrator's deadline, and there is room for four times its concurrency.
+    Episodes outlive the orchestrator's deadline, and the service holds four times its concurrency.
     """
     data, orchestrator, limits, env = config.data, config.orchestrator, config.services.limits, config.services.env
     files = {"train": data.train, "eval": data.eval}

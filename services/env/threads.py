@@ -51,24 +51,24 @@ class ThreadRunner:
     def __init__(self, n_threads: int, deadline_s: float, max_waiting: int) -> None:
         self.deadline_s = deadline_s
         self._n_threads, self._max_waiting = n_threads, max_waiting
-        self._lanes: dict[str, _Lane] = {}
+        self._groups: dict[str, _ThreadGroup] = {}
 
     async def run[T](self, name: str, kind: str, call: Call, function: Callable[[], T]) -> T:
         """Run `function` in a thread of `kind`.
 
         Raises the environment's VolleyErrors unchanged, Busy, GivenUp, and VolleyError for a defect of the environment.
         """
-        lane = self._lane(kind)
-        if lane.is_stuck:
-            raise Busy(f"{name}: {lane.complaint}", retry_after_s=self.deadline_s)
-        if lane.n_waiting >= self._max_waiting:
-            raise Busy(f"{name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
+        group = self._group(kind)
+        if group.is_stuck:
+            raise Busy(f"{name}: {group.complaint}", retry_after_s=self.deadline_s)
+        if group.n_waiting >= self._max_waiting:
+            raise Busy(f"{name}: {group.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
         started = time.perf_counter()
-        work = lane.submit(function)
+        work = group.submit(function)
         try:
             return await work.answer
-        except _Late as late:
-            if late.begun:
+        except _DeadlinePassed as late:
+            if late.started:
                 detail = f"{name}: {call} took longer than {self.deadline_s:g} s"
                 raise GivenUp(detail, "the episode is given up") from None
             detail = f"{name}: no thread was free for {call} within {self.deadline_s:g} s"
@@ -80,33 +80,33 @@ class ThreadRunner:
             cause = f"{type(error).__name__}: {str(error)[:200]}"
             raise VolleyError(f"{name}: {call} failed with {cause}", "a defect of the environment") from error
         finally:
-            lane.leave(work)
+            group.stop_waiting(work)
             call_seconds(name, call).observe(time.perf_counter() - started)
 
-    def why_stuck(self, kind: str) -> str | None:
-        """Reason why environments of `kind` cannot be used; None if they can."""
-        lane = self._lanes.get(kind)
-        return f"{kind}: {lane.complaint}" if lane is not None and lane.is_stuck else None
+    def stuck_reason(self, kind: str) -> str | None:
+        """Return why environments of `kind` cannot be used; None if they can."""
+        group = self._groups.get(kind)
+        return f"{kind}: {group.complaint}" if group is not None and group.is_stuck else None
 
     async def watch(self) -> None:
         """Worker. Raises VolleyError if all threads of a kind hang at two checks, one deadline apart."""
         stuck: set[str] = set()
         while True:
             await asyncio.sleep(self.deadline_s)
-            now = {kind for kind, lane in self._lanes.items() if lane.is_stuck}
+            now = {kind for kind, group in self._groups.items() if group.is_stuck}
             if hopeless := now & stuck:
-                raise VolleyError("; ".join(f"{kind}: {self._lanes[kind].complaint}" for kind in sorted(hopeless)))
+                raise VolleyError("; ".join(f"{kind}: {self._groups[kind].complaint}" for kind in sorted(hopeless)))
             stuck = now
 
     def close(self) -> None:
         """Let idle threads end. Hung threads end with the process."""
-        for lane in self._lanes.values():
-            lane.close()
+        for group in self._groups.values():
+            group.close()
 
-    def _lane(self, kind: str) -> _Lane:
-        if kind not in self._lanes:
-            self._lanes[kind] = _Lane(kind, self._n_threads, self.deadline_s)
-        return self._lanes[kind]
+    def _group(self, kind: str) -> _ThreadGroup:
+        if kind not in self._groups:
+            self._groups[kind] = _ThreadGroup(kind, self._n_threads, self.deadline_s)
+        return self._groups[kind]
 
 
 class InThreads:
@@ -162,8 +162,8 @@ class InThreads:
         """Run `function` as a call into this environment. Raises what `ThreadRunner.run` does."""
         return await self._runner.run(self.name, self._kind, call, function)
 
-    def why_stuck(self) -> str | None:
-        return self._runner.why_stuck(self._kind)
+    def stuck_reason(self) -> str | None:
+        return self._runner.stuck_reason(self._kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +221,11 @@ class ThreadEpisode:
         """Do nothing: the episode holds no resources."""
 
 
-class _Late(Exception):
-    """A call's deadline has passed. `begun`: a thread has started the call."""
+class _DeadlinePassed(Exception):
+    """A call's deadline has passed. `started`: a thread has started the call."""
 
-    def __init__(self, begun: bool) -> None:
-        self.begun = begun
+    def __init__(self, started: bool) -> None:
+        self.started = started
 
 
 class _Work:
@@ -244,8 +244,8 @@ class _Work:
         self.error: BaseException | None = None
         self._token = [None]
 
-    def take(self) -> bool:
-        """Take the token and return True, or False if it is taken. Atomic."""
+    def claim(self) -> bool:
+        """Claim the token; return False if it is claimed already. Atomic."""
         try:
             self._token.pop()
         except IndexError:
@@ -253,12 +253,12 @@ class _Work:
         return True
 
 
-class _Lane:
+class _ThreadGroup:
     """Daemon threads of one kind of environment.
 
-    Daemons, because a call that never returns must not keep the process alive. Passing calls and results is kept cheap,
-    since it is most of a small step's cost: results that arrive together wake the event loop once, and one timer
-    watches all deadlines, which are in the order of the calls.
+    They are daemons, because a call that never returns must not keep the process alive. Passing calls and results is
+    most of a small step's cost: results that arrive together wake the event loop once, and one timer watches all
+    deadlines, which are in the order of the calls.
     """
 
     def __init__(self, kind: str, n_threads: int, deadline_s: float) -> None:
@@ -287,7 +287,7 @@ class _Lane:
         return len(self._given_up) >= self._n_threads
 
     def submit(self, function: Callable[[], Any]) -> _Work:
-        """Queue a call. The caller calls `leave` afterwards."""
+        """Queue a call. The caller calls `stop_waiting` afterwards."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # the threads outlive an event loop
             self._loop, self._timer, self._waking = loop, None, False
@@ -298,10 +298,10 @@ class _Lane:
         self._queue.put(work)
         return work
 
-    def leave(self, work: _Work) -> None:
+    def stop_waiting(self, work: _Work) -> None:
         """Stop waiting for `work`, which is done, will never start, or is given up."""
         del self._running[work]
-        if not work.ended and not work.take():
+        if not work.ended and not work.claim():
             self._given_up.append(work)
             _HUNG.labels(self._kind).set(len(self._given_up))
 
@@ -318,15 +318,15 @@ class _Lane:
                 self._timer = self._loop.call_at(work.deadline, self._expire)
                 return
             if not work.answer.done():
-                taken_back = work.take()
+                taken_back = work.claim()
                 if taken_back:
                     work.ended = True
-                work.answer.set_exception(_Late(begun=not taken_back))
+                work.answer.set_exception(_DeadlinePassed(started=not taken_back))
 
     def _serve(self) -> None:
         """Main function of a thread."""
         while (work := self._queue.get()) is not None:
-            if not work.take():
+            if not work.claim():
                 continue
             try:
                 work.result = work.function()

@@ -95,10 +95,15 @@ def test_a_process_with_all_chips_of_its_host_is_told_nothing(machine: Path) -> 
 @pytest.mark.parametrize(
     ("device", "n", "overrides", "named"),
     [
-        ("gpu", 4, (), r"has 4 GPUs for the run, and it needs 5: 1 for trainer\.mesh, 4 times 1 for services\.roll"),
-        ("tpu", 2, ("rollout.engine.tp_size=4",), "8 TPUs for the run, and it needs 9"),
+        (
+            "gpu",
+            4,
+            (),
+            r"the run needs 5 GPUs, but this machine has 4 for it: 1 for trainer\.mesh, 4 times 1 for services\.roll",
+        ),
+        ("tpu", 2, ("rollout.engine.tp_size=4",), "needs 9 TPUs, but this machine has 8"),
         ("tpu", 1, ("rollout.engine.tp_size=3",), "a process cannot have 3 of a host's 8 TPU chips"),
-        ("gpu", 3, ("trainer.mesh.shape=[2,1]",), "has 4 GPUs for the run, and it needs 5: 2 for"),
+        ("gpu", 3, ("trainer.mesh.shape=[2,1]",), "the run needs 5 GPUs, but this machine has 4 for it: 2 for"),
     ],
 )
 def test_more_than_there_are_is_refused(

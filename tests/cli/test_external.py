@@ -134,7 +134,7 @@ def test_ports_are_those_of_the_last_session_if_they_are_free():
     assert chosen["env"] == [free]
     assert chosen["rollout"] != [taken]
     assert said == [
-        f"rollout-0 listens on port {chosen['rollout'][0]} now: another program uses {taken}, its port until now"
+        f"rollout-0 now listens on port {chosen['rollout'][0]}, because another program uses its previous port {taken}"
     ]
 
 

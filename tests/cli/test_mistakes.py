@@ -39,7 +39,7 @@ MISTAKES = [
     ([*TRAIN, "data.env={cwd}/empty"], "data.env={cwd}/empty: {cwd}/empty holds no environment"),
     ([*TRAIN, "model.path={cwd}/missing"], "model.path {cwd}/missing is no folder"),
     ([*TRAIN, "model.path=empty"], "model.path {cwd}/empty holds no config.json"),
-    ([*TRAIN, "rollout.engine.device=gpu"], "rollout.engine.device gpu: this machine has no GPU that can be seen"),
+    ([*TRAIN, "rollout.engine.device=gpu"], "rollout.engine.device gpu: no GPU was found on this machine"),
     ([*TRAIN, "sft.enabled=1"], "unknown key sft.enabled"),
     ([*TRAIN, "run.name", "=", "a"], _FORM.format("run.name") + "write run.name=a without spaces"),
     ([*TRAIN, "run.name", "=a"], _FORM.format("run.name") + "write run.name=a without spaces"),

@@ -424,7 +424,7 @@ def broken(folder: Path, what: str) -> Path:
         ("torn record", r"its run\.json cannot be read"),
         ("torn config", r"config\.yaml is not valid YAML"),
         ("no config", r"its config\.yaml is missing"),
-        ("renamed", r"q holds the run r"),
+        ("renamed", r"q contains run r"),
     ],
 )
 def test_a_folder_that_cannot_be_continued_says_why(tmp_path: Path, what: str, message: str) -> None:

@@ -99,7 +99,7 @@ def test_lists_of_gpus_that_cuda_cannot_read_are_refused(
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_gpus_are_not_used(machine: Path, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    with pytest.raises(ConfigError, match="no GPU that can be seen"):
+    with pytest.raises(ConfigError, match="no GPU was found"):
         shares(machine, 1)
 
 
@@ -132,7 +132,7 @@ def test_shares_are_fixed_if_memory_or_model_are_not_known(machine: Path) -> Non
 def test_shares_of_the_user_stay_if_they_fit(machine: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, ".45")
     assert all(not {*SHARES} & one.keys() for one in shares(machine, 1).values())
-    with pytest.raises(ConfigError, match=f"3 processes share one GPU, and {variable}=0.45") as error:
+    with pytest.raises(ConfigError, match=f"3 processes share one GPU, but {variable}=0.45") as error:
         shares(machine, 2)
     assert "at most 0.3066" in (error.value.hint or "")
     for wrong in ("no number", "0", "-1", "nan"):
@@ -148,7 +148,7 @@ def test_shares_of_the_user_stay_if_they_fit(machine: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("override", ["rollout.engine.tp_size=2", "trainer.mesh.shape=[2,1]"])
 def test_a_gpu_is_not_shared_by_processes_that_need_several(machine: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match="this machine has 1 GPUs for the run, and it needs 3") as error:
+    with pytest.raises(ConfigError, match="the run needs 3 GPUs, but this machine has 1") as error:
         shares(machine, 1, override)
     assert "share a GPU only if" in (error.value.hint or "")
 

@@ -412,8 +412,8 @@ async def test_a_service_whose_environment_never_recovers_ends(stuck: Callable[[
     skip(DEADLINE_S)
     with pytest.raises(GivenUp):
         await call
-    assert runner.why_stuck("scripted") == "scripted: all 1 threads hang in calls that were given up"
-    assert runner.why_stuck("other") is None
+    assert runner.stuck_reason("scripted") == "scripted: all 1 threads hang in calls that were given up"
+    assert runner.stuck_reason("other") is None
     watching = asyncio.ensure_future(runner.watch())
     for _ in range(10):  # more than it takes to look twice
         await asyncio.sleep(0)

@@ -92,7 +92,7 @@ def find_accelerators(kind: Kind, environ: Mapping[str, str], root: Path = Path(
         names = tuple(name.strip() for name in given.split(","))
         if len(set(names)) < len(names) or not all(re.fullmatch(_NAMES[kind], name) for name in names):
             raise ConfigError(
-                f"{_VISIBLE[kind]}={given} is no list of {kind.upper()}s",
+                f"{_VISIBLE[kind]}={given} is not a list of {kind.upper()}s",
                 f"unset it, or name each once by its number{'' if kind == 'tpu' else ' or UUID'}: {_VISIBLE[kind]}=0,1",
             )
         return Accelerators(kind, names)
@@ -141,7 +141,7 @@ def find_gpu(names: Sequence[str], environ: Mapping[str, str]) -> Gpu | None:
             fitting = [one for one in listed if one.uuid.startswith(name)]
         if not fitting:
             raise ConfigError(
-                f"{_VISIBLE['gpu']} names GPU {name}, and nvidia-smi lists {len(listed)}, without it",
+                f"{_VISIBLE['gpu']} names GPU {name}, which is not among the {len(listed)} that nvidia-smi lists",
                 "see `nvidia-smi -L` for numbers and UUIDs",
             )
         found += fitting
@@ -198,14 +198,14 @@ def check_backend(kind: Kind, environment: str) -> None:
     has_own = kind == "tpu" and "TPU_LIBRARY_PATH" in os.environ  # a libtpu outside the environment
     if not installed and not has_own:
         raise ConfigError(
-            f"rollout.engine.device={kind}, and JAX of the environment {environment} is installed for CPUs only",
+            f"rollout.engine.device={kind}, but JAX in the environment {environment} is installed for CPUs only",
             installing(kind),
         )
 
 
-def _not_here(kind: Kind, key: str = _DEVICE) -> ConfigError:
+def _not_found(kind: Kind, key: str = _DEVICE) -> ConfigError:
     return ConfigError(
-        f"{key} {kind}: this machine has no {kind.upper()} that can be seen",
+        f"{key} {kind}: no {kind.upper()} was found on this machine",
         f"cpu uses the CPU; {_VISIBLE[kind]} names those that were not found, and hides all if it is empty or -1",
     )
 
@@ -217,7 +217,7 @@ def check_device(kind: Kind, environments: Iterable[str], key: str = _DEVICE) ->
         key: how the user names the device.
     """
     if not find_accelerators(kind, os.environ).names:
-        raise _not_here(kind, key)
+        raise _not_found(kind, key)
     for environment in environments:
         check_backend(kind, environment)
 
@@ -247,10 +247,10 @@ def shares(
         return _of_one_gpu(config, here, trainers, servers)
     needed = dict.fromkeys(trainers, part) | dict.fromkeys(servers, tp_size)
     if needed and not here.names:
-        raise _not_here(device)
+        raise _not_found(device)
     if sum(needed.values()) > len(here.names):
         raise ConfigError(
-            f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"
+            f"the run needs {sum(needed.values())} {device.upper()}s, but this machine has {len(here.names)} for it:"
             f" {part * n_trainers} for trainer.mesh, {n_engines} times {tp_size} for services.rollout_replicas with"
             " rollout.engine.tp_size",
             "lower one of them, or name rollout servers of other hosts in services.rollout_urls; if this machine has"

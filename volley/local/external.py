@@ -1,4 +1,4 @@
-"""Find and check a run's external services before anything is started.
+"""Find and check a run's external services before starting anything.
 
 `services.env.url` names an environment service, `services.rollout_urls` rollout servers. `volley train` always starts
 orchestrator and trainer; if they run elsewhere, use `volley follow`.
@@ -32,7 +32,7 @@ _TIMEOUT_S = 10.0
 
 
 def find(services: ServicesSection) -> dict[str, str]:
-    """Base addresses by name: env, rollout-0, …
+    """Return base addresses by name: env, rollout-0, …
 
     Raises ConfigError if the configuration names the address of a service that `volley train` starts itself.
     """
@@ -50,11 +50,11 @@ def _started_here(info: ServiceInfo) -> ConfigError:
         return ConfigError(
             f"services.{name}.url is the address with which one {name} server registers itself; `volley train` starts"
             " several and sets their addresses",
-            f"leave it out; name {name} servers that run elsewhere in services.{name}_urls",
+            f"remove it; list {name} servers that run elsewhere in services.{name}_urls",
         )
     return ConfigError(
         f"services.{name}.url is set, but `volley train` starts the {name} itself",
-        "leave it out; to watch a run whose services others start, use `volley follow`",
+        "remove it; to watch a run started elsewhere, use `volley follow`",
     )
 
 
@@ -73,19 +73,19 @@ async def check(config: RunConfig) -> None:
         role = Role.ADMIN if replicated else Role.SERVICE
         token = token_for(config.services.token_files, role)
         async with HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=config.services.tls.ca_file) as client:
-            await _answers(client, key)
+            await _check_answers(client, key)
             try:
                 if kind == "env":
-                    await _offers_environments(client, config)
+                    await _check_environments(client, config)
                 elif kind == "rollout":
-                    await _takes_weights(client)
+                    await _check_weights_access(client)
             except Forbidden as error:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
-    await _engines_are_there(config)
-    await _teacher_is_there(config)
+    await _check_engines(config)
+    await _check_teacher(config)
 
 
-async def _engines_are_there(config: RunConfig) -> None:
+async def _check_engines(config: RunConfig) -> None:
     """Raises ServiceUnreachable for a server of `rollout.engine.url` that does not answer."""
     if config.services.rollout_urls or config.is_supervised:
         return
@@ -98,7 +98,7 @@ async def _engines_are_there(config: RunConfig) -> None:
                 raise ServiceUnreachable(f"rollout.engine.url: {error.detail}", hint) from error
 
 
-async def _teacher_is_there(config: RunConfig) -> None:
+async def _check_teacher(config: RunConfig) -> None:
     """Raises TeacherAway, TeacherRefused, ConfigError (a key)."""
     if not config.algorithm.teacher_kl_coef or config.is_supervised:
         return
@@ -118,13 +118,13 @@ def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigE
     return ConfigError(f"{what} refuses the token of services.token_files: {error.detail}", wanted)
 
 
-async def _answers(client: HttpClient, key: str) -> None:
+async def _check_answers(client: HttpClient, key: str) -> None:
     try:
         await client.get("/health")
     except TlsFailed as error:
         raise TlsFailed(f"{key}: {error.detail}", error.hint) from error
     except ServiceUnreachable as error:
-        hint = f"start it, or leave {key} out to start one here"
+        hint = f"start it, or remove {key} to start one here"
         raise ServiceUnreachable(f"{key}: {error.detail}", hint) from error
     except VolleyError as error:
         raise ConfigError(
@@ -132,7 +132,7 @@ async def _answers(client: HttpClient, key: str) -> None:
         ) from error
 
 
-async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
+async def _check_environments(client: HttpClient, config: RunConfig) -> None:
     """Raises Unavailable, Forbidden or ConfigError."""
     for env, entry in config.data.environments.items():
         section = "data" if env == config.data.env else f"data.mixture.{env}"
@@ -153,7 +153,7 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
                 hint = f"submit it there first: {command}"
             raise ConfigError(f"{key}: services.env.url: {client.base_url} says: {error.detail}", hint) from error
         row: Mapping[str, Any] = next((one for one in listed if one["name"] == env), {})
-        _same_rewards(client, config, env, row.get("rewards"))
+        _check_rewards(client, config, env, row.get("rewards"))
         settings: Mapping[str, Any] = row.get("config", {})
         for name, wanted in entry.env_config.items():
             if name in settings and settings[name] != wanted:
@@ -164,7 +164,7 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
                 )
 
 
-def _same_rewards(client: HttpClient, config: RunConfig, env: str, served: Any) -> None:
+def _check_rewards(client: HttpClient, config: RunConfig, env: str, served: Any) -> None:
     """Raises ConfigError if the service rewards episodes differently from this configuration."""
     rewards = config.data.rewards.get(env) or config.data.rewards.get(env.partition("@")[0])
     if served != (rewards and rewards.model_dump(mode="json")):
@@ -174,10 +174,9 @@ def _same_rewards(client: HttpClient, config: RunConfig, env: str, served: Any) 
         )
 
 
-async def _takes_weights(client: HttpClient) -> None:
-    """Check that the trainer may set the server's weights. Raises Forbidden.
-
-    The request names no weights: a server that accepts the token refuses it only for that.
+async def _check_weights_access(client: HttpClient) -> None:
+    """Check that the trainer may set the server's weights. Raises Forbidden. The request names no weights, so a server
+    that accepts the token refuses only its body.
     """
     try:
         await client.post("/weights/stage", {})

@@ -72,13 +72,13 @@ class Hosts:
             raise ConfigError(f"--hosts names a host twice: {','.join(addresses)}", "name each host once")
         if len(addresses) <= n_trainers:
             raise ConfigError(
-                f"{len(addresses)} hosts ({','.join(addresses)}), and the run needs at least {n_trainers + 1}: "
+                f"{len(addresses)} hosts ({','.join(addresses)}), but the run needs at least {n_trainers + 1}: "
                 f"{n_trainers} for services.trainer.num_processes and one for rollout servers",
                 "name more hosts; on a single one use `volley train`",
             )
         last = first_port + _ROLLOUT + services.rollout_replicas
         if not 0 < first_port <= last < 2**16:
-            raise ConfigError(f"--first-port {first_port}: ports up to {last} are needed", "choose a lower one")
+            raise ConfigError(f"--first-port {first_port}: the run would need ports up to {last}", "choose a lower one")
         scheme = "https" if services.tls.cert_file else "http"
         return cls(addresses, n_trainers, services.rollout_replicas, first_port, secrets, scheme)
 
@@ -130,7 +130,7 @@ def in_url(address: str) -> str:
 def check(config: RunConfig) -> None:
     """Raises ConfigError for a run that several hosts cannot share."""
     if config.is_supervised:
-        raise ConfigError(f"mode={config.mode}: a supervised run takes a single host", "use `volley train` on it")
+        raise ConfigError(f"mode={config.mode}: a supervised run uses a single host", "use `volley train` on it")
     if config.rollout.engine.is_external:
         raise ConfigError(
             "rollout.engine.url: `volley node` starts the engines itself",

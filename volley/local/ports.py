@@ -49,7 +49,7 @@ def choose(
                 port = int(listener.getsockname()[1])
                 ports[service].append(port)
                 if not first and old not in (None, port):
-                    say(f"{name} listens on port {port} now: another program uses {old}, its port until now")
+                    say(f"{name} now listens on port {port}, because another program uses its previous port {old}")
     return ports
 
 
@@ -62,7 +62,7 @@ def _named(service: str, host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"services.{service}.port={port}: {host}:{port} cannot be used"
             f" ({getattr(error, 'strerror', None) or error})",
-            f"another program may use it; choose another port, or leave services.{service}.port out to get a free one",
+            f"another program may use it; choose another port, or remove services.{service}.port to get a free one",
         ) from error
 
 

@@ -23,7 +23,7 @@ from volley.runs import survey
 
 
 def notes_on_model(loaded: LoadedConfig, folder: Path) -> list[str]:
-    """Notes on the model; none for a folder that the services will refuse."""
+    """Return notes on the model; none for a folder that the services will refuse."""
     from shared.models.tokenizer_files import read_tokenizer
 
     notes: list[str | None] = []
@@ -38,7 +38,7 @@ def notes_on_model(loaded: LoadedConfig, folder: Path) -> list[str]:
 
 
 def prepared(loaded: LoadedConfig) -> tuple[LoadedConfig, Path]:
-    """Check what a run needs, and choose values that are left out. Returns the model's folder too.
+    """Check what a run needs, and choose values for missing settings. Returns the model's folder too.
 
     A model that cannot be read is left to the services to refuse. Raises VolleyError, also if the training or a rollout
     server does not fit into memory.

@@ -43,7 +43,7 @@ class ProcessSpec:
 
 
 class Reaper:
-    """The process that ends all our children if we are killed."""
+    """Helper process that kills all children if this process is killed."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -71,11 +71,11 @@ class Reaper:
 
     def watch(self, group: int) -> None:
         self._groups.add(group)
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
         self._groups.discard(group)
-        self._tell(f"-{group}\n")
+        self._send(f"-{group}\n")
 
     def kill_all(self) -> None:
         """Kill every group at once, without grace; nothing is restarted afterwards."""
@@ -83,7 +83,7 @@ class Reaper:
         for group in self._groups:
             _kill_group(group)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
@@ -152,7 +152,7 @@ class Child:
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """Last error in a log from byte `start` on, else its last line; empty if there is none."""
+    """Return the last error in a log from byte `start` on, else its last line; empty if there is none."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - _TAIL_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -163,7 +163,7 @@ def last_error(log: Path, start: int = 0) -> str:
 
 
 def _end_line(log: IO[bytes]) -> None:
-    """End a line that a killed process or a full disk left incomplete, before the next process writes."""
+    """Complete a line cut off by a killed process or a full disk, before the next process writes."""
     if size := log.seek(0, os.SEEK_END):
         log.seek(size - 1)
         if log.read(1) != b"\n":

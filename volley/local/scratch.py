@@ -1,4 +1,4 @@
-"""Temporary folders for runs that a command makes for itself."""
+"""Temporary run folders of commands."""
 
 from __future__ import annotations
 

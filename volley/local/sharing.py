@@ -60,7 +60,7 @@ def divide(
 ) -> GpuShares:
     """Choose the shares of a GPU with `memory` bytes.
 
-    A share that the user set in `environ` is that of every process. Raises ConfigError if it is none, or if so many
+    A share that the user set in `environ` applies to every process. Raises ConfigError if it is invalid, or if the
     processes do not fit.
     """
     n = n_servers + n_trainers
@@ -68,7 +68,7 @@ def divide(
     if (given := given_share(environ)) is not None:
         if given * n > 1 - free:
             raise ConfigError(
-                f"{n} processes share one GPU, and {variable(environ)}={given:g} gives each of them {given:.0%} of it",
+                f"{n} processes share one GPU, but {variable(environ)}={given:g} gives each of them {given:.0%} of it",
                 f"unset it, or set at most {_floor((1 - free) / n):g}",
             )
         return GpuShares(given, given)
@@ -82,7 +82,7 @@ def divide(
     if found.server <= 0 or (n_trainers and found.trainer <= 0):
         size = "one GPU" if memory is None else f"one GPU of {memory / 2**30:.1f} GiB"
         raise ConfigError(
-            f"{n} processes do not fit on {size}: CUDA takes {_FREE_OF_PROCESS / 2**20:.0f} MiB of it for each,"
+            f"{n} processes do not fit on {size}: CUDA takes {_FREE_OF_PROCESS / 2**20:.0f} MiB for each,"
             " and nothing is left for " + ("the trainer" if n_trainers else "rollout servers"),
             "lower services.rollout_replicas, or use a larger GPU; if the machine has one, name it by its UUID in"
             " CUDA_VISIBLE_DEVICES",
@@ -91,7 +91,7 @@ def divide(
 
 
 def _of_server(config: RunConfig, model: ModelConfig, memory: int, n_servers: int) -> float:
-    """Share of each server beside a trainer."""
+    """Return the share of each server when a trainer uses the same GPU."""
     from shared.planning.serving import of_run
 
     engine, sizes = config.rollout.engine, of_run(config, model, "gpu")
@@ -121,7 +121,7 @@ def given_share(environ: Mapping[str, str]) -> float | None:
     except ValueError:
         share = 0.0
     if not 0 < share < math.inf:
-        raise ConfigError(f"{name}={text} is no share of a GPU's memory", "unset it, or set a number such as 0.4")
+        raise ConfigError(f"{name}={text} is not a share of a GPU's memory", "unset it, or set a number such as 0.4")
     return share
 
 

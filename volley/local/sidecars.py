@@ -1,4 +1,4 @@
-"""Helpers beside a run that packages bring, such as a page that shows it."""
+"""Run helpers provided by packages, such as the dashboard."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ async def running(
 
 
 async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
-    """Lock the queue's folder; the server inherits the lock. Raises ConfigError if an older server keeps it."""
+    """Lock the queue's folder; the server inherits the lock. Raises ConfigError if an earlier server still has it."""
     deadline = time.monotonic() + _QUEUE_FREE_S
     while True:
         try:
@@ -191,7 +191,7 @@ class _Builder:
             try:
                 await _ping(self._services)
             except QueueUnavailable as error:
-                hint = "start it, or leave services.redis_url out to use the embedded server"
+                hint = "start it, or remove services.redis_url to use the embedded server"
                 raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
 
     def redis_member(self, spec: redis_server.ServerSpec, locks: tuple[int, ...]) -> SupervisedProcess:
@@ -212,10 +212,10 @@ class _Builder:
         )
 
     def _set_aside(self, spec: redis_server.ServerSpec, log: Path, start: int) -> bool:
-        """Let Redis start empty if it cannot load its data; the trainer restores the queue from its log."""
+        """Let Redis start empty if it cannot load its data. The trainer restores the queue from its log."""
         found = redis_server.set_aside(spec, log, start)
         if found is not None:
-            self._say(f"redis could not load its data; moved to {found}, the queue is restored from the log")
+            self._say(f"redis could not load its data: it was moved to {found}, and the queue is restored from the log")
         return found is not None
 
     def members(self, *kinds: str) -> list[SupervisedProcess]:
@@ -277,12 +277,12 @@ def _prepared_redis(folder: RunFolder, place: RunHost | None) -> redis_server.Se
 
 
 def engines_of(config: RunConfig, n_rollout: int) -> tuple[str, ...]:
-    """Addresses of the servers that the rollout servers stand in front of, if they do. Raises ConfigError."""
+    """Return the addresses of external engines that the rollout servers forward to, if any. Raises ConfigError."""
     urls = config.rollout.engine.urls
     if urls and len(urls) < n_rollout:
         raise ConfigError(
-            f"rollout.engine.url names {len(urls)} server for {n_rollout} services.rollout_replicas",
-            "list an address for each",
+            f"rollout.engine.url has {len(urls)} address, but services.rollout_replicas is {n_rollout}",
+            "give one address for each rollout server",
         )
     return urls
 

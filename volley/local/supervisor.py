@@ -77,9 +77,9 @@ class RestartPolicy:
 class SupervisedProcess:
     """One process to keep running.
 
-    `probe` tells if it answers. `start_s`: seconds until its first answer. `prepare` is called before each start.
-    `mend` is called when the process ended by an error of its own before its first answer, but not twice in a row, with
-    the offset of its output in the log. If it returns True, the process is started again.
+    `probe` returns True if it answers. `start_s`: seconds until its first answer. `prepare` is called before each
+    start. `mend` is called when the process ended by an error of its own before its first answer, but not twice in a
+    row, with the offset of its output in the log. If it returns True, the process is started again.
     """
 
     spec: ProcessSpec
@@ -104,7 +104,7 @@ class ServiceExit:
 
     @property
     def is_outage(self) -> bool:
-        """True if the cause lies outside of the process, or passes, so that another start may succeed."""
+        """True if the cause is external or temporary, so that another start may succeed."""
         return self.hung_s is None and (self.code == AGAIN or signal_of(self.code) is not None)
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ def run(
     if "title" in last:
         raise from_problem(last["status"], last)
     if "ok" not in last:
-        raise VolleyError(f"{module} ended with code {process.returncode} and without a result")
+        raise VolleyError(f"{module} ended with exit code {process.returncode} and no result")
     return last
 
 

@@ -1,4 +1,4 @@
-"""Time that a run has been worked on, without the pauses between sessions.
+"""Working time of a run, without the pauses between sessions.
 
 It is written every two seconds, so a killed supervisor or a power failure loses only the last seconds.
 """

@@ -1,4 +1,4 @@
-"""Engines of a run's rollout servers: that of its settings, and further ones that hand-overs name."""
+"""Engines of a run's rollout servers, from its settings and from hand-over lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(folder: RunFolder, kind: str | None) -> list[DeclaredEngine]:
 
 
 def unproven(folder: RunFolder, kind: str) -> list[str]:
-    """Sentences on engines whose weights cannot be checked."""
+    """Return sentences on engines whose weights cannot be checked."""
     return [one.unproven for one in read(folder, kind) if one.unproven is not None]
 
 

@@ -1,4 +1,4 @@
-"""First start of a run: settings that the configuration file may leave out, and the files it was made of."""
+"""First start of a run: fill in missing settings, and record digests of the files used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def content_of(recorded: Flat) -> dict[str, str]:
 
 
 def check_files(was: Flat, loaded: LoadedConfig, folder: RunFolder) -> None:
-    """Raise ConfigError naming the files if another environment was made of them than at the run's start."""
+    """Raise ConfigError naming environment files that changed since the run's start."""
     env, before = loaded.config.data.env, was.get("data.env")
     source = loaded.config.data.sources.get(env)
     if source is None or str(before).rpartition("-")[0] != env.rpartition("-")[0] or before == env:

@@ -22,7 +22,7 @@ _TIMEOUT_S = 3.0
 
 
 async def find_answering(folder: RunFolder, found: Addresses) -> dict[str, bool]:
-    """Find the services that answer, by name, and tell which belong to this run.
+    """Find the services that answer, by name, and whether each belongs to this run.
 
     If a service belongs to another run and neither trainer nor orchestrator to this one, none does. A service that
     refuses the run's token belongs to another run, unless it is external and serves several runs. A service that

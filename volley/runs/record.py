@@ -143,24 +143,27 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
         )
     name = config.stored(folder.path).config.run.name
     if name != folder.name:
-        raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder bears its name: rename it to {name}")
+        raise ConfigError(
+            f"{run_dir} contains run {name}", f"a run's folder must have the run's name: rename it to {name}"
+        )
     loaded = config.stored(folder.path, overrides)
     if (other := loaded.config.run.name) != name:
         raise ConfigError(
-            f"run.name (was {name}, now {other}) may not change", "leave it out; --config FILE.yaml starts another run"
+            f"run.name (was {name}, now {other}) may not change",
+            "remove it; to start another run, use --config FILE.yaml",
         )
     return config.changed(loaded, {"run.name": name, "run.dir": str(folder.path.parent)}), record
 
 
 def _named_files(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return the data files and the Python files among arguments that follow a model; None if there are none."""
+    """Return the data and Python files among arguments after a model; None if there are none."""
     data = [one for one in words if Path(one).suffix in _DATA and "=" not in one]
     python = [one for one in words if Path(one).suffix == ".py" and "=" not in one]
     return (data, python) if data or python else None
 
 
 def _training_options(words: Sequence[str]) -> str:
-    """Options that train a model on the files among the arguments."""
+    """Return options that train a model on the files among the arguments."""
     data, python = _named_files(words) or ([], [])
     if python and not data:
         return f"--env {quoted(python[0])}, or --data FILE --reward {quoted(python[0])}"

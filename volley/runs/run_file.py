@@ -41,9 +41,9 @@ class Amendment:
 class RunRecord:
     """Content of run.json. Times are in seconds, `created` since 1970; `elapsed_s` counts only time worked.
 
-    `config`: settings in force (see shared.run.pinned), after `amendments`. `cwd`: folder in which the run was
-    started. `final`: last version of a finished run. `origin`: version of another run that it was started from (see
-    shared.models.origin). `failed`: why the run has ended by a failure; None while it works, or after a stop.
+    `config`: settings in force (see shared.run.pinned), after `amendments`. `cwd`: folder in which the run was started.
+    `final`: last version of a finished run. `origin`: version of another run that it was started from (see
+    shared.models.origin). `failed`: why the run has failed; None while it works, or after a stop.
     """
 
     digest: str
@@ -82,7 +82,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def began(folder: RunFolder) -> bytes:
-    """Return the identifier that changes when a run begins again in the emptied folder; empty if there is none."""
+    """Return the run's identifier, which changes when it is restarted in the emptied folder; empty if there is none."""
     with suppress(OSError):
         return read_file(folder.run_id, 1024)
     return b""

@@ -50,7 +50,7 @@ class Survey:
 
 
 def check(folder: RunFolder) -> None:
-    """Raises ConfigError with the first file that no run leaves in its folder, unless the folder is trusted."""
+    """Raise ConfigError with the first file that no run creates, unless the folder is trusted."""
     if not trust.is_accepted(folder) and (found := look(folder).problems):
         name, reason = found[0]
         raise ConfigError(f"{folder.path / name} {reason}", _HINT)
@@ -123,7 +123,7 @@ def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _kind(name: str, status: os.stat_result) -> str | None:
-    """Reason why no run leaves an entry of this type or depth; None if one does."""
+    """Return why no run creates an entry of this type or depth; None if one may."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFLNK:
         return "is a link: it is not followed"
@@ -135,7 +135,7 @@ def _kind(name: str, status: os.stat_result) -> str | None:
 
 
 def _holes(path: str, status: os.stat_result) -> str | None:
-    """Description of a sparse file, whose size is far above its bytes on the disk; None for any other file."""
+    """Describe a sparse file, whose size far exceeds its bytes on disk; None for any other file."""
     if status.st_size < _LEAST_SPARSE or status.st_blocks * 512 * _SPARSE_FACTOR >= status.st_size:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Start a run that was stopped before its first step again with other settings: nothing made with the old ones stays.
+"""Clear a run that was stopped before its first step, so that it can start with other settings.
 
 Invariant: as long as the folder holds the old first weights, a start with other settings removes the rest again. They
-are removed last, so a crash between two removals leaves a run that continues with the old settings or starts anew.
+are removed last, so a crash between two removals leaves a run that continues with the old settings or starts again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _STEP = re.compile(r"s(\d{6,})\b")
 
 
 def may_be_cleared(folder: RunFolder, config: RunConfig) -> bool:
-    """Return True if no step was trained, and nobody but the run's own processes holds what it has made.
+    """Return True if no step was trained, and only the run's own processes hold its data.
 
-    A bucket, or a Redis, trainer or rollout server elsewhere may hold weights or groups of the old settings, of which
-    the folder's configuration tells too. A folder that is a link or a mount is not removed.
+    A bucket, or a Redis, trainer or rollout server elsewhere may hold weights or groups of the old settings, which the
+    folder's configuration shows. A folder that is a link or a mount is not removed.
     """
     try:
         before = recorded(folder.config).config

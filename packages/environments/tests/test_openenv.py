@@ -229,14 +229,14 @@ async def test_another_env_service_is_killed_and_comes_back(tmp_path: Path) -> N
         process.wait()
         with pytest.raises(Unavailable, match=f"{port}.*nothing listens there"):
             await backend.reset("train", 1, 0)
-        assert str(port) in (backend.why_stuck() or "")
+        assert str(port) in (backend.stuck_reason() or "")
     with running(*server, ready=f"{url}/ready"):
         with pytest.raises(Unavailable, match="lost the episode"):
             await lost.step(assistant("<answer>Up</answer>"))
         await lost.close()
         episode = await backend.reset("train", 1, 0)
         assert not (await episode.step(assistant("<answer>Up</answer>"))).over
-        assert backend.why_stuck() is None
+        assert backend.stuck_reason() is None
         await episode.close()
 
 
@@ -290,11 +290,11 @@ async def test_openenvs_server_is_played_killed_and_played_again(openenv: Path) 
         await episode.close()
         with pytest.raises(Unavailable, match="nothing listens there"):
             await backend.reset("train", 1, 0)
-        assert "nothing listens there" in (backend.why_stuck() or "") or str(port) in (backend.why_stuck() or "")
+        assert "nothing listens there" in (backend.stuck_reason() or "") or str(port) in (backend.stuck_reason() or "")
     with running(*server, ready=f"{url}/health"):
         episode = await backend.reset("train", 1, 0)
         assert (await episode.step(assistant("hello"))).messages[0]["content"] == "1: hello"
-        assert backend.why_stuck() is None
+        assert backend.stuck_reason() is None
         await episode.close()
 
 

@@ -6,18 +6,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from services.env.backend import AgentSpec, FinishedEpisode
+from services.env.backend import AgentSpec, GradableEpisode
 from services.env.episode_slots import EpisodeSlot
 from services.env.episode_types import Demonstration, Fault, StepResult
 
 
-class Described(BaseModel):
+class OfferedEnvironment(BaseModel):
     """An environment on offer.
 
     If it was submitted, `name` is `NAME@VERSION` and `why` is the reason for its `state`; if it is remote, `url` is its
-    address. `trouble` says why its episodes fail at present, null if they do not; `rewards` are those besides its own.
-    `data` holds the digests of its content and, by part, the files or package that they cover; null if it has none or
-    was not played yet.
+    address. `trouble` says why its episodes fail at present, null if they do not; `rewards` are additional ones. `data`
+    holds the digests of its content and, by part, the files or package that they cover; null if it has none or was not
+    played yet.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Described(BaseModel):
     data: dict[str, Any] | None = None
 
 
-class InstalledShown(BaseModel):
+class InstallableEnvironment(BaseModel):
     """An environment of an installed package, submitted by its `import_path`."""
 
     name: str
@@ -41,58 +41,58 @@ class InstalledShown(BaseModel):
     package: str
 
 
-class Listed(BaseModel):
-    environments: list[Described]
-    installed: list[InstalledShown]
+class EnvironmentList(BaseModel):
+    environments: list[OfferedEnvironment]
+    installed: list[InstallableEnvironment]
 
 
-class Counted(BaseModel):
+class TaskCount(BaseModel):
     num_tasks: int
 
 
-class Named(BaseModel):
+class TaskName(BaseModel):
     """`task` is readable: split, index, and a digest of the task's content."""
 
     task: str
 
 
-class Said(BaseModel):
+class ConversationMessage(BaseModel):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
-class Shown(BaseModel):
+class DemonstrationAnswer(BaseModel):
     """`success` says whether the conversation solves the task; some demonstrations only show how to play."""
 
-    messages: list[Said]
+    messages: list[ConversationMessage]
     success: bool
     tools: list[dict[str, Any]]
 
 
-class AllShown(BaseModel):
+class DemonstrationsAnswer(BaseModel):
     """In the order of the indices."""
 
-    demonstrations: list[Shown]
+    demonstrations: list[DemonstrationAnswer]
 
 
-class Created(BaseModel):
+class CreatedEpisode(BaseModel):
     """`ttl_s` is the idle life of the episode, in seconds."""
 
     episode_id: str
     task: str
-    messages: list[Said]
+    messages: list[ConversationMessage]
     tools: list[dict[str, Any]]
     info: dict[str, Any]
     ttl_s: float
 
 
-class RunShown(BaseModel):
+class ProgramStateAnswer(BaseModel):
     """State of a program.
 
-    `exit_code` is null while it runs, and if it was ended; `detail` says why it failed, or was ended; `output` is the
-    end of what it printed.
+    `exit_code` is null while it runs, and if it was ended; `detail` says why it failed or was stopped; `output` is the
+    end of its output.
     """
 
     state: Literal["running", "exited", "failed"]
@@ -109,10 +109,10 @@ class StepInfo(BaseModel):
     error: Fault | None
 
 
-class Stepped(BaseModel):
+class StepAnswer(BaseModel):
     """`closed`: the episode is over, its resources are free, and the service forgets it by itself."""
 
-    messages: list[Said]
+    messages: list[ConversationMessage]
     reward: float
     terminated: bool
     truncated: bool
@@ -132,7 +132,7 @@ def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
             "split": request.split,
             "index": request.index,
             "seed": slot.seed,
-            **({"scored_at_end": True} if isinstance(slot.episode, FinishedEpisode) else {}),
+            **({"scored_at_end": True} if isinstance(slot.episode, GradableEpisode) else {}),
             **({} if slot.played_by is None else _of_agent(slot.played_by.agent)),
         },
         "ttl_s": ttl_s,

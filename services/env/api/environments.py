@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.env.api.answers import Listed
+from services.env.api.answers import EnvironmentList
 from services.env.api.state import state_of
 from shared.web.access import Role
 from shared.web.http import respond
@@ -17,7 +17,7 @@ router = APIRouter(tags=["environments"])
 ROLES = {"GET /environments": Role.VIEWER}
 
 
-@router.get("/environments", openapi_extra=declares(answer=Listed))
+@router.get("/environments", openapi_extra=declares(answer=EnvironmentList))
 async def list_environments(request: Request) -> Response:
     """List all environments with their settings and states.
 

@@ -13,13 +13,13 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
 from services.env.api.answers import (
-    AllShown,
-    Counted,
-    Created,
-    Named,
-    RunShown,
-    Shown,
-    Stepped,
+    DemonstrationsAnswer,
+    TaskCount,
+    CreatedEpisode,
+    TaskName,
+    ProgramStateAnswer,
+    DemonstrationAnswer,
+    StepAnswer,
     created,
     shown,
     stepped,
@@ -69,7 +69,7 @@ EnvName = Annotated[str, Path(openapi_examples={"built in": {"value": "frozen_la
     "/episodes",
     status_code=201,
     tags=["episodes"],
-    openapi_extra=declares(body=CreateBody, answer=Created, statuses=(201,)),
+    openapi_extra=declares(body=CreateBody, answer=CreatedEpisode, statuses=(201,)),
 )
 async def create_episode(request: Request) -> Response:
     """Start an episode of one task. Idempotent by `request_id` while the episode lives."""
@@ -81,7 +81,7 @@ async def create_episode(request: Request) -> Response:
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 
 
-@router.post("/episodes/{episode_id}/step", tags=["episodes"], openapi_extra=declares(body=StepBody, answer=Stepped))
+@router.post("/episodes/{episode_id}/step", tags=["episodes"], openapi_extra=declares(body=StepBody, answer=StepAnswer))
 async def step_episode(request: Request, episode_id: str) -> Response:
     """Answer an assistant message with observation messages, reward, terminated, truncated and info.
 
@@ -93,10 +93,10 @@ async def step_episode(request: Request, episode_id: str) -> Response:
 
 
 @router.post(
-    "/episodes/{episode_id}/finish", tags=["episodes"], openapi_extra=declares(body=FinishBody, answer=Stepped)
+    "/episodes/{episode_id}/finish", tags=["episodes"], openapi_extra=declares(body=FinishBody, answer=StepAnswer)
 )
 async def finish_episode(request: Request, episode_id: str) -> Response:
-    """End an episode early (its client has no room for another turn).
+    """End an episode early (another turn does not fit the client's context).
 
     The episode is truncated, and judges and reward services grade it as it stands. Idempotent by `request_id`.
     """
@@ -109,7 +109,7 @@ async def finish_episode(request: Request, episode_id: str) -> Response:
     "/episodes/{episode_id}/run",
     status_code=202,
     tags=["episodes"],
-    openapi_extra=declares(body=RunBody, answer=RunShown, statuses=(202,)),
+    openapi_extra=declares(body=RunBody, answer=ProgramStateAnswer, statuses=(202,)),
 )
 async def run_program(request: Request, episode_id: str) -> Response:
     """Start the program of an agent's episode, once. Idempotent by `request_id`."""
@@ -118,7 +118,7 @@ async def run_program(request: Request, episode_id: str) -> Response:
     return respond(request, asdict(state_of(request).episodes.run(episode_id, body.request_id, address)), 202)
 
 
-@router.get("/episodes/{episode_id}/run", tags=["episodes"], openapi_extra=declares(query=RunQuery, answer=RunShown))
+@router.get("/episodes/{episode_id}/run", tags=["episodes"], openapi_extra=declares(query=RunQuery, answer=ProgramStateAnswer))
 async def show_program(request: Request, episode_id: str) -> Response:
     """Show the state of the program, when it has ended or after `wait_s`."""
     query = await read(request, RunQuery)
@@ -152,7 +152,7 @@ async def show_task(request: Request, env: EnvName) -> Response:
     return respond(request, {"task": await _backend(request, env).task(body.split, body.index)})
 
 
-@router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
+@router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=DemonstrationAnswer))
 async def demonstrate(request: Request, env: EnvName) -> Response:
     """Show a demonstration of one task, with its success and tools.
 
@@ -162,7 +162,7 @@ async def demonstrate(request: Request, env: EnvName) -> Response:
     return respond(request, shown(await _backend(request, env).demonstration(body.split, body.index)))
 
 
-@router.post("/{env}/demonstrations", tags=["tasks"], openapi_extra=declares(body=TasksBody, answer=AllShown))
+@router.post("/{env}/demonstrations", tags=["tasks"], openapi_extra=declares(body=TasksBody, answer=DemonstrationsAnswer))
 async def demonstrate_all(request: Request, env: EnvName) -> Response:
     """Show demonstrations of several tasks, in the order of the indices; all or none."""
     body, backend = await read(request, TasksBody), _backend(request, env)
@@ -175,8 +175,8 @@ async def demonstrate_all(request: Request, env: EnvName) -> Response:
 
 
 for _path, _handler, _body, _answer in (
-    ("num_tasks", count_tasks, SplitBody, Counted),
-    ("task", show_task, TaskBody, Named),
+    ("num_tasks", count_tasks, SplitBody, TaskCount),
+    ("task", show_task, TaskBody, TaskName),
 ):
     for _method, _extra in (
         ("GET", declares(query=_body, answer=_answer)),

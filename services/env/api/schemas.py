@@ -52,7 +52,7 @@ class CreateBody(Body, json_schema_extra=example(request_id="1", env="frozen_lak
 
 
 class AssistantMessage(BaseModel):
-    """OpenAI's assistant message; its other fields are ignored. `content` may be null only beside tool calls."""
+    """OpenAI's assistant message; its other fields are ignored. `content` may be null only with tool calls."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -61,7 +61,7 @@ class AssistantMessage(BaseModel):
     tool_calls: Annotated[list[JsonValue], Field(max_length=MAX_CALLS)] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> AssistantMessage:
+    def _has_content(self) -> AssistantMessage:
         if self.content is None and not self.tool_calls:
             raise ValueError("message has no content; send the assistant's text, which may be empty")
         return self
@@ -80,7 +80,7 @@ class StepBody(Body, json_schema_extra=example(request_id="1", message=_ACTION))
 
 
 class FinishBody(Body, json_schema_extra=example(request_id="2")):
-    """`output` is what an agent outside sends at its end, for the environment to judge."""
+    """`output` is the final output of an external agent, which the environment judges."""
 
     request_id: RequestId
     output: Annotated[str, Field(max_length=MAX_MESSAGE)] | None = None

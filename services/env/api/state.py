@@ -14,7 +14,7 @@ from services.env.extension import Extension
 
 @dataclass(frozen=True, slots=True)
 class EnvState:
-    """Shared state, stored in `app.state.env`. `content` records what environments were first played with."""
+    """Shared state, stored in `app.state.env`. `content` records the data that environments were first played with."""
 
     catalogue: Catalogue
     episodes: Episodes
@@ -22,8 +22,8 @@ class EnvState:
     extension: Extension
 
     def trouble(self, name: str) -> str | None:
-        """Say why an environment's episodes fail or hang at present; None if they do not."""
-        stuck = self.catalogue.get(name).backend.why_stuck() if self.catalogue.has(name) else None
+        """Return why an environment's episodes fail or hang at present; None if they do not."""
+        stuck = self.catalogue.get(name).backend.stuck_reason() if self.catalogue.has(name) else None
         found = (stuck, self.episodes.waiting().get(name), self.extension.trouble(name))
         return "; ".join(one for one in found if one) or None
 

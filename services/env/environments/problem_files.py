@@ -30,7 +30,7 @@ def _check(path: Path, hint: str) -> None:
         raise ConfigError(f"data file {path}: {error.strerror}", hint) from error
     if wanted is not None and found is not None and found != wanted:
         raise ConfigError(
-            f"data file {path} has changed: its digest is {found[:16]}, it was {wanted[:16]} when the service started",
+            f"data file {path} has changed: its digest is {found[:16]}, at the service's start {wanted[:16]}",
             "restore the file, or start a new run",
         )
 
@@ -54,7 +54,7 @@ def read_rows[P](path: Path, parse: Callable[[Mapping[str, Any], str], P], *, no
     _check(path, hint)
     found = tuple(parse(row if isinstance(row, dict) else {}, place) for place, row in rows(path, hint))
     if not found:
-        raise ConfigError(f"data file {path} holds no {noun}", "check that the file is complete")
+        raise ConfigError(f"data file {path} has no {noun}", "check that the file is complete")
     return found
 
 

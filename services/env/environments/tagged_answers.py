@@ -1,4 +1,4 @@
-"""Search for the final answer in a model's text. Never raises; takes linear time."""
+"""Find the final answer in a model's text. Never raises; takes linear time."""
 
 from __future__ import annotations
 

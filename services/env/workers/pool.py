@@ -1,9 +1,9 @@
 """Worker processes for the built-in environments, so that their code uses several cores.
 
 Invariants
-- An episode stays in the process that began it. If that process ends, only its episodes are lost: requests for them
+- An episode stays in the process that started it. If that process ends, only its episodes are lost: requests for them
   fail, and another process replaces it.
-- No process outlives the service: the end of its socket ends it.
+- No process outlives the service: it ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkerGone(Exception):
 
 
 class Worker:
-    """One running process. `n_episodes` counts the open episodes that it began."""
+    """One running process. `n_episodes` counts its open episodes."""
 
     def __init__(self, process: asyncio.subprocess.Process, settings: WorkerSettings) -> None:
         self.n_episodes = 0
@@ -204,7 +204,7 @@ class WorkerPool:
                 group.create_task(self._keep_one())
 
     async def begin(self, **params: Any) -> tuple[Worker, str, Any]:
-        """Begin an episode; return its process, number and opening.
+        """Start an episode; return its process, number and opening.
 
         Raises Unavailable, and what the environment raises.
         """

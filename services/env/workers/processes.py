@@ -47,7 +47,7 @@ class InProcesses:
         with self.timed("demonstrate"):
             return wire.demonstration_of(await self.pool.ask("demonstration", **self._named(split, index)))
 
-    def why_stuck(self) -> str | None:
+    def stuck_reason(self) -> str | None:
         return self.pool.why_unroutable()
 
     def timed(self, call: Call) -> Any:

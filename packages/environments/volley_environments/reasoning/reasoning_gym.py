@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
+from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, identity_form
 from services.env.environments.tagged_answers import tagged_answer
 from services.env.episode_types import (
     EVAL,
@@ -113,7 +113,7 @@ class ReasoningGym:
             lambda question: (question.text,),
             {TRAIN: config.train_tasks, EVAL: config.eval_tasks},
             advice="change dataset_config",
-            form=as_it_is,
+            form=identity_form,
         )
 
     def num_tasks(self, split: str) -> int:

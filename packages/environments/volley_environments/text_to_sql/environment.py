@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
+from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, identity_form
 from services.env.environments.problem_files import files_of_splits
 from services.env.environments.tagged_answers import tagged_answer
 from services.env.episode_types import (
@@ -132,7 +132,7 @@ class TextToSql:
             _sample,
             lambda task: (task.shown, task.question),
             {TRAIN: config.train_tasks, EVAL: config.eval_tasks},
-            form=as_it_is,
+            form=identity_form,
         )
 
     @property

@@ -185,7 +185,7 @@ class AgentEpisode:
             return ProgramState("running")
         return self._state
 
-    def hear(self, output: str) -> None:
+    def set_output(self, output: str) -> None:
         """Take what an agent outside sends at its end. Raises Conflict for a program."""
         if self.agent.kind == "program":
             raise Conflict(f"{self._backend.name} has a program: its own output is judged", "leave out output")

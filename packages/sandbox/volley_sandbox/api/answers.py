@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.env.api.answers import Described
+from services.env.api.answers import OfferedEnvironment
 from volley_sandbox.submissions.record import Report, SubmittedVersion
 
 
@@ -32,7 +32,7 @@ class ToolAnswered(BaseModel):
     ok: bool
 
 
-class SubmittedShown(Described):
+class SubmittedShown(OfferedEnvironment):
     """One version of a submitted environment, in full.
 
     `failures` has a row for each turn at which its live episodes failed: how many reached the turn, and how many failed

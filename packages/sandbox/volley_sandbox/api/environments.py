@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.env.api.answers import Described
+from services.env.api.answers import OfferedEnvironment
 from services.env.api.state import state_of
 from shared.errors import InputError
 from shared.web import http
@@ -54,7 +54,7 @@ ARCHIVE = ("application/zip", "application/x-zip-compressed", "application/x-whe
 @router.post(
     "/environments",
     status_code=202,
-    openapi_extra=declares(body=SubmitBody, answer=Described, statuses=(200, 201, 202)),
+    openapi_extra=declares(body=SubmitBody, answer=OfferedEnvironment, statuses=(200, 201, 202)),
 )
 async def submit_environment(request: Request) -> Response:
     """Submit an environment (202), or add a variant of a built-in one.

@@ -34,7 +34,7 @@ from services.env.episode_types import (
     fingerprint,
     user,
 )
-from services.env.repeated_call import RepeatedCall, answered
+from services.env.repeated_call import RepeatedCall, wait_for_answer
 from shared.errors import Conflict, InputError, NotFound, SandboxFailed
 from shared.text import well_formed
 from volley_sandbox.harbor.containers import Agent, Containers
@@ -158,8 +158,8 @@ class HarborBackend(KnownSplits):
         finally:
             self.containers.close(number)
 
-    def why_stuck(self) -> str | None:
-        return self.containers.why_stuck()
+    def stuck_reason(self) -> str | None:
+        return self.containers.stuck_reason()
 
     def verdict(self, task: HarborTask, answer: Mapping[str, Any], agent: Agent = "player") -> TrialVerdict:
         """Read the verdict of a trial, and log it."""
@@ -240,7 +240,7 @@ class HarborEpisode:
 
     async def _carried_out(self, message: Message) -> tuple[bool, tuple[Message, ...], Fault | None]:
         """Carry out the calls of a message: whether it has any, their answers, and the model's fault. Raises Busy."""
-        await answered(self._started)
+        await wait_for_answer(self._started)
         calls = await tool_calls_of(message, self._backend.config.tool_format, self.tools)
         answers = await self._bash.answer(calls) if calls else []
         self._turns += 1
@@ -255,7 +255,7 @@ class HarborEpisode:
         Args:
             last: the steps after this one are judged as they stand.
         """
-        await answered(self._started)
+        await wait_for_answer(self._started)
         found = await self._asked("judge", last=last)
         self._answered = None
         if "instruction" in found:

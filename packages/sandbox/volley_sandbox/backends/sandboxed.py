@@ -82,7 +82,7 @@ class SandboxedBackend(KnownSplits):
             asked = {"split": split, "index": index}
             return answers.read_demonstration(await self.call(sandbox, "demonstrate", "demonstration", asked))
 
-    def why_stuck(self) -> str | None:
+    def stuck_reason(self) -> str | None:
         return None
 
     @property

@@ -68,8 +68,8 @@ class WithTools:
         schemas = tuple(tool.schema for tool in tools)
         return replace(shown, messages=_describe_in_messages(shown.messages, tools, self.use), tools=schemas)
 
-    def why_stuck(self) -> str | None:
-        return self.base.why_stuck()
+    def stuck_reason(self) -> str | None:
+        return self.base.stuck_reason()
 
     async def check_tools(self) -> None:
         await self.tool_set.check()

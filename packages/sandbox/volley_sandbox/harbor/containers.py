@@ -149,12 +149,12 @@ class Containers:
         except TimeoutError:
             why = f": {self._trouble}" if self._trouble else ""
             raise Busy(f"the process of containers is being started{why}", "try again later", 1.0) from None
-        if why := self.why_stuck():
+        if why := self.stuck_reason():
             raise Busy(why, "start the engine", AWAY_S)
         number = f"{self._owner}-{secrets.token_hex(4)}"
         return number, self.send("start", number, folder=str(folder), agent=agent, fresh=fresh)
 
-    def why_stuck(self) -> str | None:
+    def stuck_reason(self) -> str | None:
         """Reason why no trial can be started now."""
         return f"the container engine does not answer: {self._away}" if self._away else None
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from services.env.environments.adapters.tabular import GreedyPolicy
-from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, as_it_is, seed_of
+from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, identity_form, seed_of
 from services.env.environments.games.text_game import (
     GameConfig,
     GameEpisode,
@@ -129,7 +129,7 @@ class Gymnasium:
             config.counts,
             distinct_train=config.distinct_train,
             advice="set distinct_starts to false, for splits that differ in their seeds alone",
-            form=as_it_is,
+            form=identity_form,
         )
 
     def num_tasks(self, split: str) -> int:

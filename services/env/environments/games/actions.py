@@ -1,4 +1,4 @@
-"""Reading and writing of actions in text: `<answer>Right || Down</answer>`, or the bare names.
+"""Read and write actions in text: `<answer>Right || Down</answer>`, or the bare names.
 
 Reading never raises: any text gives a `Reply`. Unknown names are dropped and make the reply malformed; known names
 around them are still played (GRL's convention).

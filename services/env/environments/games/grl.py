@@ -1,6 +1,6 @@
 """Answers of GRL's agents: `<think>…</think><answer>Up || Right</answer>`, read and counted as GRL does.
 
-Differences to the protocol `answer` (GRL at 91a0856, grl/agents/base_agent.py and the agents beside it):
+Differences to the protocol `answer` (GRL at 91a0856, grl/agents/base_agent.py and the other agents there):
 - the answer begins at the start of the text, with or without its first tag, and ends at the first closing tag;
 - actions beyond the limit of the turn are cut off first, unknown ones are dropped then; numbers name actions too;
 - the actions of a turn are played even if they exceed the episode's budget, which ends it afterwards.
@@ -16,7 +16,7 @@ _MARKS = ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_
 
 
 def read_words(text: str, most: int, *, think: bool) -> list[str]:
-    """Return at most `most` actions as they are written; none if the answer has not GRL's form."""
+    """Return at most `most` actions as they are written; none if the answer does not have GRL's form."""
     if think:
         opened = _AFTER_THOUGHT.search(text)
         text = text[opened.end() :] if opened is not None else ""

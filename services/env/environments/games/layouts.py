@@ -63,7 +63,7 @@ def canonical(rows: Rows) -> Rows:
     return min(forms)
 
 
-def as_it_is(rows: Rows) -> Rows:
+def identity_form(rows: Rows) -> Rows:
     """Form of a task that is text, which is equivalent only to itself."""
     return rows
 

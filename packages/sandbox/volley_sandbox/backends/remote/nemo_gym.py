@@ -128,7 +128,7 @@ class NemoGymBackend(KnownSplits):
     async def demonstration(self, split: str, index: int) -> Demonstration:
         raise NotFound(f"{self.name} has no demonstrations", "NeMo-Gym servers have none")
 
-    def why_stuck(self) -> str | None:
+    def stuck_reason(self) -> str | None:
         return self.site.trouble
 
     @asynccontextmanager

@@ -125,7 +125,7 @@ class OpenEnvBackend(KnownSplits):
     async def demonstration(self, split: str, index: int) -> Demonstration:
         raise NotFound(f"{self.name} has no demonstrations", "OpenEnv servers have none")
 
-    def why_stuck(self) -> str | None:
+    def stuck_reason(self) -> str | None:
         return self.site.trouble
 
     async def _open(self, task: str, asked: Mapping[str, Any]) -> OpenEnvEpisode:

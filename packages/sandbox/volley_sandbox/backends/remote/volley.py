@@ -80,7 +80,7 @@ class VolleyBackend(KnownSplits):
             answer = await client.post(f"/{self.config.environment}/demonstration", asked)
         return self.read(lambda: answers.read_demonstration({"tools": [], **answer}))
 
-    def why_stuck(self) -> str | None:
+    def stuck_reason(self) -> str | None:
         return self.site.trouble
 
     @asynccontextmanager
