@@ -78,9 +78,7 @@ async def test_the_tokens_are_those_that_the_service_knows(tmp_path):
 
 async def test_it_must_answer_be_ready_and_offer_the_environment_as_configured():
     address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        ServiceUnreachable, match=r"services\.env\.url: GET .*start it, or leave services\.env\.url out"
-    ):
+    with pytest.raises(ServiceUnreachable, match=r"services\.env\.url: GET .*start it, or remove services\.env\.url"):
         await check(f"services.env.url={address}")
     async with served(create_app("env", limits=Limits(), tokens=None, ready=lambda: None)) as url:
         with pytest.raises(ServiceUnreachable, match=r"services\.env\.url: GET .*services\.tls"):

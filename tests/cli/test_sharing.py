@@ -138,7 +138,7 @@ def test_shares_of_the_user_stay_if_they_fit(machine: Path, monkeypatch: pytest.
     for wrong in ("no number", "0", "-1", "nan"):
         monkeypatch.setenv(variable, wrong)
         for n in (0, 1):
-            with pytest.raises(ConfigError, match=f"{variable}={wrong} is no share"):
+            with pytest.raises(ConfigError, match=f"{variable}={wrong} is not a share"):
                 shares(machine, n)
     for each in SHARES:
         monkeypatch.setenv(each, "0.3")
