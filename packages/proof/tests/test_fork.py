@@ -27,7 +27,7 @@ from volley_proof.commands.fork import varied
 from volley_proof.forks import fork_start, mending, training
 from volley_proof.forks.mending import mended
 from volley_proof.forks.plan import ForkPlan, Wanted, planned
-from volley_proof.reverify.episodes import Rejudged
+from volley_proof.reverify.episodes import ReplayedRewards
 from volley_proof.verify import command
 
 
@@ -100,8 +100,8 @@ def test_a_fork_trains_the_steps_since_the_newest_checkpoint_again(source: RunFo
     for path in source.checkpoints.glob("e*-s000002"):
         shutil.rmtree(path)
     plan = planned(source, wanted(2), ["algorithm.name=dppo"])
-    assert plan.beginning is not None
-    assert plan.beginning.checkpoint.step == 1
+    assert plan.start is not None
+    assert plan.start.checkpoint.step == 1
     assert train(plan).step == small_run.STEPS
     assert command.verify(plan.folder)["violations"] == []
 
@@ -205,7 +205,7 @@ def test_a_critic_or_a_reference_begins_with_the_first_weights(source: RunFolder
     """The checkpoint of step 0, which is retained, has neither."""
     assert planned(source, wanted(0), []).beginning is not None
     plan = planned(source, wanted(0), [override])
-    assert plan.beginning is None
+    assert plan.start is None
     train(plan)
     assert command.verify(plan.folder)["violations"] == []
     with pytest.raises(ConfigError, match=r"algorithm\."):
@@ -267,10 +267,10 @@ def test_a_full_disk_leaves_no_folder(source: RunFolder, monkeypatch: pytest.Mon
 def test_two_processes_do_not_make_one_folder(source: RunFolder):
     plan = planned(source, wanted(1), [])
     with fork_start.draft(plan.folder) as hidden:
-        with pytest.raises(ConfigError, match="another process makes"):
+        with pytest.raises(ConfigError, match="another process is creating"):
             training.prepare(plan)
         assert hidden.path.exists(), "the other one's draft stays"
-    with pytest.raises(ConfigError, match="another process has made"):
+    with pytest.raises(ConfigError, match="another process has created"):
         training.prepare(plan)
     assert [path.name for path in source.path.parent.glob(".*")] == []
 
@@ -391,8 +391,8 @@ def test_each_variation_is_a_fork_with_its_own_name():
     ]
 
 
-def judged(one: Trajectory, reward: float) -> Rejudged:
-    return Rejudged(
+def judged(one: Trajectory, reward: float) -> ReplayedRewards:
+    return ReplayedRewards(
         "toy", one.task, one.ticket, one.sample_index, one.reward, one.success, reward, True, rewards=(reward,)
     )
 

@@ -378,7 +378,7 @@ def test_a_lie_that_was_told_before_a_new_epoch_is_named(valid: Path, tmp_path: 
     run = copied(valid, tmp_path)
     lie(run)
     begun_again(run)
-    assert "are not those that" in str(command.verify(run)["violations"])
+    assert "differ from those recorded by" in str(command.verify(run)["violations"])
 
 
 @pytest.mark.parametrize("kept", [0, 1])

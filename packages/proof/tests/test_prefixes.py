@@ -179,7 +179,7 @@ def test_what_a_trainer_found_changed_is_told_for_ever(run: RunFolder, change: C
     continued(run)
     result = command.verify(run)
     found = [one["detail"] for one in result["violations"]]
-    assert found == [one for one in found if "are not those that e000002-s000005 was made after" in one]
+    assert found == [one for one in found if "differ from those recorded by e000002-s000005" in one]
     assert bool(found) == (change is without_first_line)
     assert any(one.startswith(run.evals.name) for one in result["not_checked"])
 

@@ -20,7 +20,7 @@ from shared.run import seeding
 from shared.types import ASSISTANT, Branch, Trajectory, Turn, VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
 from volley_proof.reverify.command import format_result
-from volley_proof.reverify.episodes import rejudge, said
+from volley_proof.reverify.episodes import replay_rewards, said
 
 SEED, TICKET = 3, 7
 
@@ -86,11 +86,11 @@ async def test_the_same_environment_gives_the_same_reward(tmp_path: Path, solved
     async with environments(tmp_path) as client:
         trajectory = await played(client, solved=solved)
         trajectory.validate()
-        row = await rejudge(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
+        row = await replay_rewards(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
         assert (row.why, row.changed, row.success) == ("", False, solved)
         assert row.reward == pytest.approx(trajectory.reward)
         other = replace(trajectory, reward=trajectory.reward + 0.5)
-        assert (await rejudge(client, tiny_tokenizer(), other, SEED, "frozen_lake")).changed
+        assert (await replay_rewards(client, tiny_tokenizer(), other, SEED, "frozen_lake")).changed
 
 
 async def test_an_environment_that_is_not_ready_for_a_task_is_asked_again(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_an_environment_that_is_not_ready_for_a_task_is_asked_again(tmp_pa
     async with environments(tmp_path) as client:
         trajectory = await played(client, solved=True)
     async with environments(tmp_path, BusyClient) as client:
-        found = await rejudge(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
+        found = await replay_rewards(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
     assert (found.why, found.reward) == ("", trajectory.reward)
 
 
@@ -107,13 +107,13 @@ async def test_what_cannot_be_played_again_is_told(tmp_path: Path) -> None:
         trajectory = await played(client, solved=True)
 
         async def why(changed: Trajectory, env: str = "frozen_lake") -> str:
-            row = await rejudge(client, tiny_tokenizer(), changed, SEED, env)
+            row = await replay_rewards(client, tiny_tokenizer(), changed, SEED, env)
             assert not row.changed
             return row.why
 
         assert "NotFound: there is no environment 'gone'" in await why(trajectory, "gone")
-        assert "does not begin with its split and index" in await why(replace(trajectory, task="a maze"))
-        assert "has the task train/5@" in await why(replace(trajectory, task="train/5@0123456789ab"))
+        assert "does not start with its split and index" in await why(replace(trajectory, task="a maze"))
+        assert "now has task train/5@" in await why(replace(trajectory, task="train/5@0123456789ab"))
         longer = replace(trajectory, turns=(*trajectory.turns, trajectory.turns[-1]))
         assert "ends the episode after" in await why(longer)
 
@@ -154,6 +154,6 @@ async def test_an_episode_of_several_sequences_is_not_replayed(tmp_path: Path):
     async with environments(tmp_path) as client:
         one = await played(client, solved=True)
         branch = Branch(0, 1, one.token_ids[1:], one.loss_mask[1:], one.logprobs[1:], one.versions, ())
-        found = await rejudge(client, tiny_tokenizer(), replace(one, branches=(branch,)), SEED, "frozen_lake")
+        found = await replay_rewards(client, tiny_tokenizer(), replace(one, branches=(branch,)), SEED, "frozen_lake")
     assert (found.reward, found.changed) == (None, False)
     assert "several sequences" in found.why

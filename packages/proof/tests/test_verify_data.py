@@ -69,7 +69,7 @@ def test_an_evaluation_of_other_data_is_named(run: RunFolder):
 def test_another_record_of_the_environment_service_is_named(run: RunFolder, part: str):
     recorded(run, FILES | {part: "d" * 64})
     (told,) = found(run)
-    assert f"toy was evaluated with other data: {part.partition('/')[0]} has the digest" in told
+    assert f"toy was evaluated with different data: {part.partition('/')[0]} has the digest" in told
 
 
 def test_a_data_file_that_has_changed_is_told_of_ones_own_run_alone(run: RunFolder, tmp_path: Path):

@@ -169,7 +169,7 @@ async def test_an_agent_goes_on_after_a_restart_of_the_orchestrator(tmp_path):
         clients.append(client_of(recorder, key))
         go_on.set()
         await asyncio.sleep(0.05)  # the agent calls before its ticket is taken up again
-        assert await recorder.sessions.left() == {1}
+        assert await recorder.sessions.open_tickets() == {1}
         trajectory = await runner.run(spec(), TokenBudget(3))
         sampled = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
         assert sampled[: len(first)] == first
@@ -263,7 +263,7 @@ async def test_settled_tickets_leave_counts(tmp_path):
         await kept.load()
         assert (kept.state, kept.result, kept.n_calls) == ("trained", SessionResult(1.0, True, {"right": 1.0}), 0)
     async with orchestrating(tmp_path, ProgramEnv()) as (recorder, _):
-        await recorder.sessions.left()
+        await recorder.sessions.open_tickets()
         assert recorder.sessions.describe() == {"trained": 1, "void": 2}
 
 
@@ -332,7 +332,7 @@ async def test_a_second_stop_leaves_the_agents_episode(tmp_path):
     async with orchestrating(tmp_path, env, partials=partials) as (recorder, runner):
         env.delay_s = 60.0
         running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
-        await recorder.sessions.left()
+        await recorder.sessions.open_tickets()
         await asyncio.sleep(0.1)
         await stop(running)
         assert len(env.open) == 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.types import Trajectory, VersionSpan
-from volley_agents.sessions.messages import following
+from volley_agents.sessions.messages import next_digest
 from volley_agents.sessions.trajectories import tokens_of
 from volley_agents.sessions.tree import ROOT, Node, Tree
 
@@ -45,8 +45,8 @@ class Grown:
             logprobs=np.full(2, -0.5, np.float32),
             versions=(VersionSpan("e000001-s000000", 0, 2),),
             finish="stop",
-            digest=following(place.digest, message),
-            bare=following(place.digest, message, reasoning=False),
+            digest=next_digest(place.digest, message),
+            bare=next_digest(place.digest, message, reasoning=False),
             first=place.first,
             reason=place.reason,
         )

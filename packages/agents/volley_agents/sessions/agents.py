@@ -34,7 +34,7 @@ _GRACE_S = 10.0
 
 
 class AgentEnvironments(Protocol):
-    """The part of `EnvClient` that agents need."""
+    """`EnvClient` methods that agents need."""
 
     async def run_program(
         self, episode_id: str, request_id: str, base_url: str, api_key: str, model: str
@@ -65,7 +65,7 @@ class SessionAgents:
         self._base_url, self._model = base_url, model
 
     async def resume(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory | str | None:
-        """Return what an earlier process left of a sample: its trajectory, or the request id of its episode."""
+        """Return a sample's trajectory from an earlier process, or the request id of its episode."""
         session = await self._sessions.at(spec)
         if session is None:
             return None
@@ -178,7 +178,7 @@ def _limit_time(session: AgentSession, budget: TokenBudget) -> None:
 
 
 def _is_used_up(session: AgentSession) -> bool:
-    """True if the agent has tried to go on after its last call, and has had time to end."""
+    """True if the agent has tried to continue after its last call, and has had time to end."""
     return session.limit == "turns" and time.monotonic() - session.limit_at > _GRACE_S
 
 

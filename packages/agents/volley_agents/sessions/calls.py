@@ -26,7 +26,7 @@ from shared.process import offload, tracing
 from shared.types import ASSISTANT, MAX_BRANCHES, MAX_TREE_TOKENS
 from volley_agents.sessions.answers import RecordedCall
 from volley_agents.sessions.failures import CallsUsedUp
-from volley_agents.sessions.messages import digest_of, following
+from volley_agents.sessions.messages import digest_of, next_digest
 from volley_agents.sessions.session import AgentSession, RunningSample
 from volley_agents.sessions.tree import ROOT, Node, TreePosition
 from volley_serving.dialects.chat import message_of
@@ -69,7 +69,7 @@ class CallSampler:
             _check(asked)
             return with_ids(asked, self.tokenizer)
 
-        with _noting_context(session):
+        with _record_context_limit(session):
             return await offload.tokenizing(work)
 
     async def sample(self, session: AgentSession, asked: Asked, number: int) -> RecordedCall:
@@ -83,9 +83,9 @@ class CallSampler:
             return await self._sample(session, running, asked, number)
 
     async def _sample(self, session: AgentSession, running: RunningSample, asked: Asked, number: int) -> RecordedCall:
-        prompt = await self._place(session, asked)
+        prompt = await self._locate(session, asked)
         place = prompt.place
-        self._check_room(session, prompt, asked.n)
+        self._check_fits(session, prompt, asked.n)
         session.planned[number] = asked.n, self._added(prompt, asked.n)
         numbers = session.number_nodes(asked.n)
         draws = session.draws.reserve(place.digest, _last_draw(session, prompt), asked.n)
@@ -110,12 +110,12 @@ class CallSampler:
         usage = usage_of([len(prompt.ids)], answers, generations[0].cached_tokens)
         return RecordedCall(number, Head(self.model, version), answers, usage, nodes)
 
-    async def _place(self, session: AgentSession, asked: Asked) -> _Prompt:
+    async def _locate(self, session: AgentSession, asked: Asked) -> _Prompt:
         """Find the turn that a request continues, and the tokens of its prompt. Raises InputError."""
         if asked.prompts:
             ids = np.array(asked.prompts[0], np.int32)
             if ids.max() >= (size := self.tokenizer.vocab_size):
-                raise InputError(f"prompt holds the token {ids.max()}, and the vocabulary has {size}")
+                raise InputError(f"prompt has token {ids.max()}, but the vocabulary has only {size} tokens")
             place = session.tree.find_ids(ids)
             return _Prompt(place, ids, len(ids) - session.tree.length(place.node), "")
         variables = variables_of(asked, self.tokenizer)
@@ -141,7 +141,7 @@ class CallSampler:
                 return Prompt([*ids, *call.ids], call.opened)
             return Prompt(ids, ends_open(tokenizer, ids))
 
-        with _noting_context(session):
+        with _record_context_limit(session):
             prompt = await offload.tokenizing(tokenize)
         if prompt is None:
             again = place._replace(node=None, n_known=0, reason="template")
@@ -149,7 +149,7 @@ class CallSampler:
         ids = np.concatenate([session.tree.ids(node), np.array(prompt.ids, np.int32)])
         return _Prompt(place, ids, len(prompt.ids), prompt.opened)
 
-    def _check_room(self, session: AgentSession, prompt: _Prompt, n: int) -> None:
+    def _check_fits(self, session: AgentSession, prompt: _Prompt, n: int) -> None:
         """Raise ContextExceeded or CallsUsedUp."""
         tree, n_tokens = session.tree, len(prompt.ids)
         if self._bounds.room(n_tokens) <= 0:
@@ -229,8 +229,8 @@ class CallSampler:
             sampled.logprobs,
             sampled.versions,
             sampled.finish,
-            following(place.digest, message),
-            following(place.digest, message, reasoning=False),
+            next_digest(place.digest, message),
+            next_digest(place.digest, message, reasoning=False),
             place.first,
             place.reason,
             routed,
@@ -238,7 +238,7 @@ class CallSampler:
 
 
 @contextmanager
-def _noting_context(session: AgentSession) -> Iterator[None]:
+def _record_context_limit(session: AgentSession) -> Iterator[None]:
     """Note in the session that its context refused a call."""
     try:
         yield

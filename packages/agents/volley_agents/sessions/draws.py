@@ -1,4 +1,4 @@
-"""Numbers of the samples of one prompt, which tell their seeds apart."""
+"""Number the samples of one prompt, so that each has its own seed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class Draws:
         return range(first, first + n)
 
     def free(self, prompt: Digest, numbers: range) -> None:
-        """Give back the last numbers: the call was given up, and the same call again samples the same."""
+        """Release the last numbers of an abandoned call, so that its repetition samples the same."""
         if self._last.get(prompt) == numbers[-1]:
             self._last[prompt] = numbers[0] - 1

@@ -29,12 +29,12 @@ def digest_of(*parts: Any) -> Digest:
     return made.digest()
 
 
-def beginning(tools: Sequence[Any], variables: Mapping[str, Any]) -> Digest:
+def root_digest(tools: Sequence[Any], variables: Mapping[str, Any]) -> Digest:
     """Digest before the first message."""
     return digest_of(list(tools), dict(variables))
 
 
-def following(before: Digest, message: ChatMessage, *, reasoning: bool = True) -> Digest:
+def next_digest(before: Digest, message: ChatMessage, *, reasoning: bool = True) -> Digest:
     """Digest after one more message. Args: reasoning: False leaves out that of an assistant's message."""
     return digest_of(before, _canonical(message, reasoning=reasoning))
 

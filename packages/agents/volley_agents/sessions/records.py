@@ -24,7 +24,7 @@ OPEN: tuple[State, ...] = ("running", "ended")
 class SessionRecord:
     """Facts of a session that never change.
 
-    `place` names the sample that it plays: two sessions of one place are attempts. `request_id` and `episode_id` are
+    `place` names the sample that it plays: two sessions with one place are attempts. `request_id` and `episode_id` are
     those of the environment's episode, which the environment judges if `judged`. `opened` is in seconds since 1970.
     `beginning` is the identifier of the run whose tickets these are; empty if it was not known yet.
     """
@@ -93,7 +93,7 @@ class CallRequest:
 
 
 def place_of(spec: SamplingSpec) -> str:
-    """Name the place of a sample; for an evaluation it includes the task and the step that is measured."""
+    """Return the key of a sample; for an evaluation it includes the task and the measured step."""
     if spec.ticket:
         return f"{spec.ticket}/{spec.sample_index}"
     return f"{spec.env}/{spec.split}/{spec.index}@{spec.need.min_step}"
@@ -102,7 +102,7 @@ def place_of(spec: SamplingSpec) -> str:
 def new_record(
     id_: str, spec: SamplingSpec, opening: Opening, request_id: str, opened: float, run_id: str
 ) -> SessionRecord:
-    """Make the record of a session that begins."""
+    """Make the record of a new session."""
     assert opening.agent is not None
     return SessionRecord(
         id=id_,

@@ -155,7 +155,7 @@ def _identity(request: Request, body: bytes) -> CallRequest:
     """Identity of a call. Raises InputError for an idempotency key that is too long."""
     key, retry = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0")
     if key is not None and not 0 < len(key) <= _MOST_KEY:
-        raise InputError(f"Idempotency-Key has {len(key)} characters; it has 1 to {_MOST_KEY}")
+        raise InputError(f"Idempotency-Key has {len(key)} characters, but 1 to {_MOST_KEY} are allowed")
     return CallRequest(body, key, retry.isdigit() and int(retry) > 0)
 
 
@@ -190,7 +190,9 @@ async def claim_session(request: Request, state: Here) -> Response:
 def _check_environment(env: str, known: Collection[str]) -> None:
     """Raise NotFound if no environment of the run has this name, with its version or without."""
     if env not in {*known, *map(base_name, known)}:
-        raise NotFound(f"the run plays no environment {env!r}", f"its environments: {', '.join(sorted(known))}")
+        raise NotFound(
+            f"environment {env!r} is not played in this run", f"its environments: {', '.join(sorted(known))}"
+        )
 
 
 @router.get("/sessions/{id}", openapi_extra=declares(answer=_ANSWER))
@@ -211,7 +213,7 @@ async def end_session(request: Request, state: Here, id: str) -> Response:
     elif session.state == "running":
         await session.void(f"the agent failed: {body.failed}")
     elif session.state != "void":
-        raise Conflict(f"session {id} is {session.state}, and cannot fail any more")
+        raise Conflict(f"session {id} is {session.state} and can no longer fail")
     return await _shown(request, session)
 
 
@@ -221,7 +223,9 @@ async def reward_session(request: Request, state: Here, id: str) -> Response:
     body = await read_model(request, RewardBody)
     session = await state.sessions.find(id)
     if session.record.judged:
-        raise Conflict(f"{session.record.env} judges its sessions itself", "leave out the reward")
+        raise Conflict(
+            f"environment {session.record.env} scores its sessions itself", "remove the reward from the request"
+        )
     await session.give_reward(SessionResult(body.reward, body.success, body.components))
     return await _shown(request, session)
 

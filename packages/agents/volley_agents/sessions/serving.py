@@ -1,7 +1,7 @@
 """Answer an agent's call over HTTP, in the dialect that it was asked in.
 
 An answer leaves only once it is recorded. A streamed one is therefore sent whole, after comments that keep the
-connection open while the model samples. If the agent goes away meanwhile, nobody waits for the call any more.
+connection open while the model samples. If the agent disconnects meanwhile, the call is abandoned.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CallResponse(Response):
         self._exchange, self._call = exchange, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asking, leaving = asyncio.ensure_future(self._call()), asyncio.ensure_future(_gone(receive))
+        asking, leaving = asyncio.ensure_future(self._call()), asyncio.ensure_future(_disconnected(receive))
         started = False
         try:
             while not asking.done():
@@ -120,7 +120,7 @@ def _start(status: int, media_type: str, headers: Mapping[str, str]) -> dict[str
     }
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -155,7 +155,7 @@ class AgentSession:
         return recorded, entry
 
     def delivered(self, entry: CallEntry) -> None:
-        """Note that an answer was sent. After a crash that loses the note, a repeated call gets this answer again."""
+        """Record that an answer was sent. If a crash loses the record, a repeated call gets this answer again."""
         if not entry.delivered:
             entry.delivered = True
             self.store.later(
@@ -264,7 +264,7 @@ class AgentSession:
         return range(self._next_node - n, self._next_node)
 
     def reached(self, limit: Limit) -> None:
-        """Note that a limit refused a call."""
+        """Record that a limit refused a call."""
         if self.limit != limit:
             self.limit_at = time.monotonic()
         self.limit = limit
@@ -305,7 +305,7 @@ class AgentSession:
             if self.state != "running":
                 raise Conflict(f"session {self.record.id} is {self.state} and cannot be ended", self.reason)
             self.output = output
-            await self._leave("ended", "")
+            await self._change_state("ended", "")
 
     async def give_reward(self, result: SessionResult) -> None:
         """Store the result of an ended session. The same result again changes nothing.
@@ -314,9 +314,9 @@ class AgentSession:
         """
         async with self._lock:
             if self.state == "running":
-                raise Conflict(f"session {self.record.id} is running and takes no reward yet", "end it first")
+                raise Conflict(f"session {self.record.id} is still running, so it accepts no reward", "end it first")
             if self.state != "ended":
-                raise Conflict(f"session {self.record.id} is {self.state} and takes no reward", self.reason)
+                raise Conflict(f"session {self.record.id} is {self.state} and accepts no reward", self.reason)
             if self.result is None:
                 await self._store("ended", self.reason, result)
             elif self.result != result:
@@ -327,7 +327,7 @@ class AgentSession:
         """Make the session void, unless it is void or trained already."""
         async with self._lock:
             if self.state in ("running", "ended"):
-                await self._leave("void", reason)
+                await self._change_state("void", reason)
 
     async def trained(self) -> None:
         """Record that an ended session was trained on."""
@@ -335,7 +335,7 @@ class AgentSession:
             if self.state == "ended":
                 await self._store("trained", self.reason, self.result)
 
-    async def _leave(self, state: State, reason: str) -> None:
+    async def _change_state(self, state: State, reason: str) -> None:
         """Refuse new calls, finish or cancel those in progress, and store the new state."""
         self._closing = True
         try:

@@ -1,4 +1,4 @@
-"""All sessions of a run: begin, find and claim them, and settle them with their tickets.
+"""All sessions of a run: start, find, claim and settle them.
 
 The file is made with the first session; a run without agents has none. Sessions that are running or ended are kept in
 memory as far as they are in use; settled ones leave their record and their count.
@@ -97,7 +97,7 @@ class Sessions:
         )
 
     async def begin(self, spec: SamplingSpec, opening: Opening, request_id: str) -> AgentSession:
-        """Begin the session of a sample."""
+        """Start the session of a sample."""
         store = await self._open()
         record = new_record(secrets.token_hex(8), spec, opening, request_id, time.time(), self.run_id)
         row = (record.id, record.encode(), "running", "", None, "", "", expires := time.time() + self.ttl_s, 0)
@@ -121,7 +121,7 @@ class Sessions:
         await self._opened.wait()
         self.run_id = run_id
         for session in [one for one in self._open_ones() if not self._is_own(one) and not one.has_running_sample]:
-            await session.void("the run began anew")
+            await session.void("the run was restarted")
 
     def _open_ones(self) -> Iterator[AgentSession]:
         return (one for one in self._sessions.values() if one.state in OPEN)
@@ -165,7 +165,7 @@ class Sessions:
             row = await self._store.run(lambda db: db.execute(_ONE, (id_,)).fetchone())
             if row is not None:
                 return self._session(self._store, *row)
-        raise NotFound(f"there is no session {id_[:40]!r}", f"the last {_KEPT} that are over are kept")
+        raise NotFound(f"there is no session {id_[:40]!r}", f"only the last {_KEPT} finished sessions are kept")
 
     # external agents
     async def offer(self, session: AgentSession) -> None:
@@ -191,7 +191,7 @@ class Sessions:
         await self._ready()
         deadline = time.monotonic() + wait_s
         while True:
-            async with self._claiming:  # a repeated claim may wait beside the first one
+            async with self._claiming:  # a repeated claim may wait together with the first one
                 session = next((one for one in self._open_ones() if one.claimed == by), None) or self._unclaimed(env)
                 if session is not None and not session.claimed:
                     await session.claim(by, time.time() + self.ttl_s)
@@ -210,11 +210,11 @@ class Sessions:
 
     # the end
     def tickets(self) -> set[int]:
-        """Tickets of open sessions; 0 stands for evaluations."""
+        """Return tickets of open sessions; 0 for evaluations."""
         return {one.record.ticket for one in self._open_ones()}
 
-    async def left(self) -> set[int]:
-        """Tickets of the sessions that an earlier process has left open."""
+    async def open_tickets(self) -> set[int]:
+        """Return tickets of sessions still open from an earlier process."""
         await self._opened.wait()
         return self.tickets()
 

@@ -1,4 +1,4 @@
-"""Settle sessions when their tickets have ended, as the trainer's ledger says.
+"""Settle sessions when the trainer's ledger shows that their tickets have ended.
 
 A ticket that ends untrained, or whose effect is undone, voids its sessions; their environments' episodes are deleted.
 """
@@ -105,7 +105,7 @@ class SessionSettlement:
         await self._sessions.prune()
 
     async def _read(self) -> None:
-        """Read what is new in the ledger; a run that began anew has another ledger."""
+        """Read new lines of the ledger; a restarted run has another ledger."""
         if self._run_id != self._sessions.run_id:
             self._run_id, self._known, self._offset = self._sessions.run_id, Dispositions(), 0
         while True:
@@ -117,6 +117,6 @@ class SessionSettlement:
             self._offset = after
 
     async def _end(self, running: list[AgentSession]) -> None:
-        """Delete the episodes of sessions that are given up, and so end their agents."""
+        """Delete the episodes of abandoned sessions, which ends their agents."""
         for session in running:
             await self._environments.delete(session.record.episode_id)

@@ -1,6 +1,6 @@
 """Trajectory of a session: its trunk, and a branch for every other sequence of its tree.
 
-The trunk is the longest sequence of the first beginning. Each sampled token is stored once: a branch holds its tokens
+The trunk is the longest sequence from the first root. Each sampled token is stored once: a branch holds its tokens
 after those that it shares with an earlier sequence. Samples of one request share its context.
 """
 

@@ -20,10 +20,10 @@ from shared.types import VersionSpan
 from volley_agents.sessions.messages import (
     ChatMessage,
     Digest,
-    beginning,
     digest_of,
-    following,
     has_reasoning,
+    next_digest,
+    root_digest,
 )
 
 type Reason = Literal["first", "other beginning", "other tools", "edited", "template"]
@@ -88,10 +88,10 @@ _FIELDS = (
 
 
 class TreePosition(NamedTuple):
-    """Place of a request in the tree.
+    """Position of a request in the tree.
 
     `node` is the node that it continues, if any, and `n_known` the number of messages up to there; `digest` is that of
-    the whole request, `first` those of its first message and of its tools, `reason` why it begins a sequence.
+    the whole request, `first` those of its first message and of its tools, `reason` why it starts a sequence.
     """
 
     node: Node | None
@@ -122,13 +122,13 @@ class Tree:
         self._firsts.setdefault(first, set()).add(tools)
 
     def find(self, messages: Sequence[ChatMessage], tools: Sequence[Any], variables: Mapping[str, Any]) -> TreePosition:
-        """Find the place of a request."""
-        at = start = beginning(tools, variables)
-        first = following(b"", messages[0]), start
+        """Find the position of a request."""
+        at = start = root_digest(tools, variables)
+        first = next_digest(b"", messages[0]), start
         best, n_known = None, 0
         for i, message in enumerate(messages):
             bare = message.get("role") == "assistant" and not has_reasoning(message)
-            at = following(at, message)
+            at = next_digest(at, message)
             if bare:
                 at = self._bare.get(at, at)
             if (number := self._ends.get(at)) is not None:
@@ -138,7 +138,7 @@ class Tree:
         return TreePosition(best, n_known, at, first, reason)
 
     def find_ids(self, ids: np.ndarray) -> TreePosition:
-        """Find the place of a prompt of token ids, int32 [T]: the longest turn with whose tokens it begins."""
+        """Find the position of a prompt of token ids, int32 [T]: the longest turn whose tokens are its prefix."""
         best: Node | None = None
         while (longer := self._continued(best, ids)) is not None:
             best = longer
@@ -179,7 +179,7 @@ class Tree:
         return sum(len(one.routed_experts) for one in self.path(node) if one.routed_experts is not None)
 
     def path(self, node: Node | None) -> list[Node]:
-        """Nodes from the beginning of the sequence to this one."""
+        """Nodes from the start of the sequence to this one."""
         found = list[Node]()
         while node is not None:
             found.append(node)

@@ -45,7 +45,7 @@ class SessionRecorder:
         return self._sessions.describe()
 
     async def give_back(self, queue: RenewTicket) -> None:
-        for ticket in sorted(await self._sessions.left() - {0}):
+        for ticket in sorted(await self._sessions.open_tickets() - {0}):
             with suppress(QueueUnavailable):
                 await queue.renew(ticket, 0)
 

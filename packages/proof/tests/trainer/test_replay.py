@@ -187,7 +187,9 @@ def test_a_checkpoint_that_is_gone_is_an_error_that_lists_the_others(recorded: P
     done = volley("replay", recorded, "--from-step", "77")
     assert done.returncode == 2
     kept = sorted({version.step for version in checkpoint_files.versions(recorded / "checkpoints")})
-    assert done.stderr.strip().splitlines()[-1].endswith(f"retained are steps {', '.join(map(str, kept))}")
+    assert (
+        done.stderr.strip().splitlines()[-1].endswith(f"checkpoints are retained of steps {', '.join(map(str, kept))}")
+    )
 
 
 def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorded: Path):

@@ -1,4 +1,4 @@
-"""Copy of a run up to a step, under another name: what a fork begins with.
+"""Copy a run up to a step under another name, as the start of a fork.
 
 Groups, ledger, metrics, evaluations and commit records of the steps before the fork are copied, with the newest
 retained checkpoint among them, so that the fork's folder proves them by itself. If the fork begins later than that
@@ -64,7 +64,7 @@ def find(source: RunFolder, run: str, step: int, head: TrainerState) -> ForkStar
     there = f"the oldest retained checkpoint is of step {first}" if first is not None else "no checkpoint is retained"
     raise ConfigError(
         f"run {run} cannot be forked from step {step}: {there}",
-        "choose a later --from, or leave it out to begin with the run's first weights; a run with a higher"
+        "choose a later --from, or remove it to start from the run's first weights; a run with a higher"
         " trainer.checkpointing_options.max_to_keep retains more",
     )
 
@@ -88,7 +88,7 @@ def draft(folder: RunFolder) -> Iterator[RunFolder]:
     Raises StorageFull, and ConfigError if the folder exists or another process makes it.
     """
     hidden = RunFolder(folder.path.with_name(f".fork-{folder.name}"))
-    with storage.storage(folder.path.parent), _alone(hidden.path.with_name(f"{hidden.name}.lock"), folder.path):
+    with storage.storage(folder.path.parent), _creation_lock(hidden.path.with_name(f"{hidden.name}.lock"), folder.path):
         shutil.rmtree(hidden.path, ignore_errors=True)
         try:
             hidden.path.mkdir(parents=True)
@@ -101,15 +101,15 @@ def draft(folder: RunFolder) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def _alone(lock: Path, made: Path) -> Iterator[None]:
-    """Keep other processes from making a folder meanwhile. Raises ConfigError if one makes it, or has made it."""
+def _creation_lock(lock: Path, made: Path) -> Iterator[None]:
+    """Lock a folder's creation against other processes. Raises ConfigError if one creates it, or has created it."""
     descriptor = locks.lock_file(lock)
     try:
         if not locks.try_lock(descriptor):
-            raise ConfigError(f"another process makes {made}", "wait for it, or choose another run.name=…")
+            raise ConfigError(f"another process is creating {made}", "wait for it, or choose another run.name=…")
         try:
             if made.exists():
-                raise ConfigError(f"another process has made {made}", "choose another run.name=…")
+                raise ConfigError(f"another process has created {made}", "choose another run.name=…")
             yield
         finally:
             lock.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def _alone(lock: Path, made: Path) -> Iterator[None]:
 
 
 def copy(found: ForkStart, target: RunFolder, name: str) -> None:
-    """Copy the beginning to `target` for a run of that name. Raises ConfigError, DecodeError, WeightsError, OSError."""
+    """Copy the first steps to `target`, for a run `name`. Raises ConfigError, DecodeError, WeightsError, OSError."""
     source, state = found.source, found.state
     _copy_lines(found, target)
     _copy_groups(found, target, name)
@@ -171,11 +171,11 @@ def _copy_lines(found: ForkStart, target: RunFolder) -> None:
         path: Path = getattr(source, name)
         if path.exists():
             size = state.files.get(path.name, (0, ""))[0]
-            (target.path / path.name).write_bytes(_beginning_of(path, size, state, more=name in _LINES))
+            (target.path / path.name).write_bytes(_first_bytes(path, size, state, more=name in _LINES))
 
 
-def _beginning_of(path: Path, size: int, state: TrainerState, *, more: bool) -> bytes:
-    """First `size` bytes of a file, and with `more` the later lines about ancestors of the state."""
+def _first_bytes(path: Path, size: int, state: TrainerState, *, more: bool) -> bytes:
+    """Return the first `size` bytes of a file, and with `more` the later lines about ancestors of the state."""
     text = path.read_bytes()
     made = [text[:size]]
     for line in text[size:].splitlines(keepends=True) if more else ():

@@ -1,7 +1,7 @@
-"""New rewards for a fork: replay the log's episodes in the fork's environments, and keep the groups with them.
+"""Compute new rewards for a fork: replay the log's episodes in its environments, and store the groups.
 
-The groups lie in the fork's folder `mended/`, as an archive of the other run. A group with an episode that cannot be
-replayed is not trained.
+The groups are stored in the fork's folder `mended/`, as an archive of the other run. A group with an episode that
+cannot be replayed is not trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.run.folder import RunFolder
 from shared.run.lineage import epoch_of
 from shared.types import ASSISTANT, Group, Trajectory, Turn, WeightVersion
 from volley_proof.forks.plan import ForkPlan
-from volley_proof.reverify.episodes import Rejudged, rejudge
+from volley_proof.reverify.episodes import ReplayedRewards, replay_rewards
 
 _AT_ONCE = 32
 
@@ -34,7 +34,7 @@ def is_complete(plan: ForkPlan) -> bool:
 
 
 async def mend(plan: ForkPlan, environments: EnvClient, say: Callable[[str], None]) -> None:
-    """Write the groups that are not there yet. Raises VolleyError."""
+    """Write the missing groups. Raises VolleyError."""
     run = config.stored(plan.folder.path).config
     model = await asyncio.to_thread(model_folder, run.model.path, plan.folder.path)
     tokenizer = await asyncio.to_thread(ChatTokenizer, model)
@@ -42,9 +42,9 @@ async def mend(plan: ForkPlan, environments: EnvClient, say: Callable[[str], Non
     judges = plan.fork.judged_by
     slots, counts, whys = asyncio.Semaphore(_AT_ONCE), Counter[str](), Counter[str]()
 
-    async def one(trajectory: Trajectory, env: str) -> Rejudged:
+    async def one(trajectory: Trajectory, env: str) -> ReplayedRewards:
         async with slots:
-            return await rejudge(environments, tokenizer, trajectory, run.run.seed, env)
+            return await replay_rewards(environments, tokenizer, trajectory, run.run.seed, env)
 
     for version in versions(plan):
         path = archive.path_of(plan.folder.mended, version)
@@ -72,7 +72,7 @@ async def mend(plan: ForkPlan, environments: EnvClient, say: Callable[[str], Non
         say(f"  not replayed, so their groups are not trained: {n}: {why}")
 
 
-def mended(group: Group, found: Sequence[Rejudged]) -> Group:
+def mended(group: Group, found: Sequence[ReplayedRewards]) -> Group:
     """Return the group with the new rewards; a failed one if an episode could not be replayed."""
     if (why := next((row.why for row in found if row.reward is None), None)) is not None:
         return replace(group, trajectories=(), failure=f"an episode could not be replayed: {why}")
@@ -80,7 +80,7 @@ def mended(group: Group, found: Sequence[Rejudged]) -> Group:
     return replace(group, trajectories=tuple(_rewarded(one, row) for one, row in pairs))
 
 
-def _rewarded(trajectory: Trajectory, found: Rejudged) -> Trajectory:
+def _rewarded(trajectory: Trajectory, found: ReplayedRewards) -> Trajectory:
     rewards = iter(found.rewards)
 
     def rewarded(turns: Sequence[Turn]) -> tuple[Turn, ...]:

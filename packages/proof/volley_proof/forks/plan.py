@@ -25,7 +25,7 @@ from volley_proof.verify import mixture
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Arguments of a fork. `first`: step after which it begins; `steps`: most steps to train, None up to the log's end.
+    """Arguments of a fork. `first`: step after which it starts; `steps`: most steps to train, None up to the log's end.
 
     `mended`: replay the episodes in their environments, and train on the rewards of these; `judged_by` names another
     environment, by that of the episodes.
@@ -43,15 +43,15 @@ class ForkPlan:
     """A fork and its configuration.
 
     `base` is the configuration of the steps that are trained again before the fork, with the settings of the other run;
-    of step 0 alone, those of the fork, except for rewards.
-    `beginning` is what to copy; None if the run's first weights are made again.
+    of step 0 alone, those of the fork, except for rewards. `start` is the state to copy; None if the run's first
+    weights are made again.
     """
 
     folder: RunFolder
     loaded: LoadedConfig
     base: LoadedConfig
     fork: Fork
-    beginning: ForkStart | None
+    start: ForkStart | None
 
 
 def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: Sequence[Path] = ()) -> ForkPlan:
@@ -61,12 +61,12 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
         overrides: settings of the fork; they win over those of `files`, which win over the run's.
     """
     if not 0 <= wanted.least_share <= 1:
-        raise ConfigError(f"--least-share {wanted.least_share:g} is no share", "choose 0 to 1")
+        raise ConfigError(f"--least-share {wanted.least_share:g} is not a share", "choose a number from 0 to 1")
     head = _head(source)
     stored = config.stored(source.path)
     run = stored.config.run.name
     _check_log(source, run, head, wanted)
-    _check_judged(source, stored, head, wanted)
+    _check_scored_environments(source, stored, head, wanted)
     asked = config.stored(source.path, overrides, files)
     named = any(one.startswith("run.name=") for one in overrides)
     name = asked.config.run.name if named else f"{run}-fork"
@@ -77,14 +77,14 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
     folder = RunFolder(loaded.config.run.folder.absolute())
     if folder.path == source.path:
         raise ConfigError(f"run.name={name} is the run itself", "give the fork another name with run.name=…")
-    began = _beginning(source, run, head, wanted.first)
-    if began is not None and not _is_followed(head, base, loaded, wanted.first):
-        began = None
-    if began is None:
+    start = _start(source, run, head, wanted.first)
+    if start is not None and not _can_resume(head, base, loaded, wanted.first):
+        start = None
+    if start is None:
         _check_settings(base, loaded, wanted.first)
         base = base if wanted.first else _of_first_weights(base, loaded)
     last = head.step if wanted.steps is None else wanted.first + wanted.steps
-    point = ForkPoint(run, 0 if began is None else wanted.first, head.lineage)
+    point = ForkPoint(run, 0 if start is None else wanted.first, head.lineage)
     fork = Fork(
         source=str(source.path),
         step=point.step,
@@ -93,10 +93,10 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
         points=(*head.forks, point),
         least_share=wanted.least_share,
         mended=wanted.mended or _has_other_rewards(base, loaded),
-        rebuilt=wanted.first if began is None else 0,
+        rebuilt=wanted.first if start is None else 0,
         judged_by=dict(wanted.judged_by),
     )
-    return ForkPlan(folder, loaded, base, fork, began)
+    return ForkPlan(folder, loaded, base, fork, start)
 
 
 def _has_other_rewards(base: LoadedConfig, loaded: LoadedConfig) -> bool:
@@ -111,7 +111,7 @@ def _unlike(recorded: pinned.Flat, loaded: LoadedConfig) -> list[pinned.Change]:
 
 
 def check_existing(plan: ForkPlan, existing: Fork | None) -> None:
-    """Check that the folder that has the fork's name is this fork, begun before. Raises ConfigError."""
+    """Check that the folder with the fork's name is this fork, started before. Raises ConfigError."""
     path, hint = plan.folder.path, "choose another run.name=…, or remove the folder"
     if existing is None:
         raise ConfigError(f"{path} exists and is not a fork", hint)
@@ -122,14 +122,14 @@ def check_existing(plan: ForkPlan, existing: Fork | None) -> None:
     record = read_record(plan.folder)
     if record is None:
         return  # it was killed before it began
-    possible = [plan.loaded, plan.base] if plan.beginning is None else [plan.loaded]
+    possible = [plan.loaded, plan.base] if plan.start is None else [plan.loaded]
     differing = [_unlike(record.config, one) for one in possible]
     if all(differing):
         raise ConfigError(f"{path} is a fork with other settings: {'; '.join(map(str, differing[0][:5]))}", hint)
 
 
 def _head(source: RunFolder) -> TrainerState:
-    """Newest state of the run. Raises ConfigError if it is no run of RL that has trained."""
+    """Return the newest state of the run. Raises ConfigError if it is not an RL run with a trained step."""
     source.check()
     trust.check(source)
     survey.check(source)
@@ -162,8 +162,8 @@ def _check_log(source: RunFolder, run: str, head: TrainerState, wanted: Wanted) 
         raise ConfigError(f"the groups of {missing} are not in {source.archive}", "restore them, or choose other steps")
 
 
-def _check_judged(source: RunFolder, stored: LoadedConfig, head: TrainerState, wanted: Wanted) -> None:
-    """Check that the run played the environments whose episodes another one judges. Raises ConfigError."""
+def _check_scored_environments(source: RunFolder, stored: LoadedConfig, head: TrainerState, wanted: Wanted) -> None:
+    """Check that the run played the environments whose episodes another environment scores. Raises ConfigError."""
     if not wanted.judged_by:
         return
     assignment, _ = mixture.assigned(source.mixture, stored.config.data, head.issued)
@@ -175,20 +175,20 @@ def _check_judged(source: RunFolder, stored: LoadedConfig, head: TrainerState, w
         )
 
 
-def _beginning(source: RunFolder, run: str, head: TrainerState, first: int) -> ForkStart | None:
-    """Find the beginning to copy; None if the first weights are made again. Raises ConfigError if it cannot be."""
+def _start(source: RunFolder, run: str, head: TrainerState, first: int) -> ForkStart | None:
+    """Find the state to copy; None if the first weights are made again. Raises ConfigError if there is none."""
     try:
         return fork_start.find(source, run, first, head)
     except ConfigError:
-        if _may_begin_anew(head, first):
+        if _may_rebuild_first_weights(head, first):
             return None
         raise
 
 
-def _may_begin_anew(head: TrainerState, first: int) -> bool:
+def _may_rebuild_first_weights(head: TrainerState, first: int) -> bool:
     """True if the steps up to `first` had the same settings, and the first weights no other run's groups."""
-    began = dict(head.lineage)
-    return all(began.get(epoch, 0) == 0 or began[epoch] > first for epoch, _ in head.settings) and not head.forks
+    start = dict(head.lineage)
+    return all(start.get(epoch, 0) == 0 or start[epoch] > first for epoch, _ in head.settings) and not head.forks
 
 
 def _of_first_weights(base: LoadedConfig, loaded: LoadedConfig) -> LoadedConfig:
@@ -202,7 +202,7 @@ def _of_first_weights(base: LoadedConfig, loaded: LoadedConfig) -> LoadedConfig:
     return config.validate(tree)
 
 
-def _is_followed(head: TrainerState, base: LoadedConfig, loaded: LoadedConfig, first: int) -> bool:
+def _can_resume(head: TrainerState, base: LoadedConfig, loaded: LoadedConfig, first: int) -> bool:
     """Return True if a fork with these settings can go on from a checkpoint, else it makes the first weights again.
 
     Raises ConfigError for settings that can do neither.
@@ -210,7 +210,7 @@ def _is_followed(head: TrainerState, base: LoadedConfig, loaded: LoadedConfig, f
     try:
         pinned.permitted(pinned.relevant(base.config), pinned.relevant(loaded.config), step=first, free=forks.FREE)
     except ConfigError:
-        if first or not _may_begin_anew(head, first):
+        if first or not _may_rebuild_first_weights(head, first):
             raise
         return False
     return True

@@ -1,4 +1,4 @@
-"""Train a planned fork: copy the beginning, and run the trainer's program until it ends."""
+"""Train a planned fork: copy its start, and run the trainer's program until it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAME = 1e-4
 
 
 def trained(plan: ForkPlan, say: Say) -> dict[str, Any]:
-    """Begin or resume the fork, and train it to its end. Returns {step, why}. Raises VolleyError."""
+    """Start or resume the fork, and train it to its end. Returns {step, why}. Raises VolleyError."""
     folder, fork = plan.folder, plan.fork
     if folder.path.exists():
         check_existing(plan, Fork.read(folder))
@@ -51,13 +51,13 @@ def trained(plan: ForkPlan, say: Say) -> dict[str, Any]:
 
 
 def prepare(plan: ForkPlan) -> None:
-    """Make the folder of the fork, or none. Raises ConfigError if the disk is full, and other VolleyErrors."""
+    """Create the fork's folder completely or not at all. Raises VolleyError, also if the disk is full."""
     source = RunFolder(Path(plan.fork.source))
     try:
         with fork_start.draft(plan.folder) as target:
             fork_start.copy_environments(source, target)
-            if plan.beginning is not None:
-                fork_start.copy(plan.beginning, target, plan.folder.name)
+            if plan.start is not None:
+                fork_start.copy(plan.start, target, plan.folder.name)
             plan.fork.write(target)
     except StorageFull as error:
         raise ConfigError(
@@ -119,7 +119,7 @@ def _differs(plan: ForkPlan) -> str | None:
     The checksums of the last step that was trained again are compared; at step 0 the log-probabilities of the first
     groups.
     """
-    if plan.beginning is not None:
+    if plan.start is not None:
         return None
     first, at = plan.fork.rebuilt, max(1, plan.fork.rebuilt)
     ours, theirs = (_line(folder, at) for folder in (plan.folder, RunFolder(Path(plan.fork.source))))
@@ -135,7 +135,7 @@ def _differs(plan: ForkPlan) -> str | None:
 
 
 def evaluations(folder: RunFolder) -> Sequence[Mapping[str, Any]]:
-    """Lines of evals.jsonl."""
+    """Return the lines of evals.jsonl."""
     return jsonl.read(folder.evals)
 
 

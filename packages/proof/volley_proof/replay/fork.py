@@ -100,14 +100,14 @@ async def train(folder: RunFolder, last: int, env_url: str) -> dict[str, Any]:
 
 
 async def _until_the_end(status: TrainerStatus, work: asyncio.Task[None]) -> None:
-    """Return when nothing is left to train, or the process that started this one is gone; print what it waits for."""
-    parent, told = os.getppid(), None
+    """Wait until the log is exhausted or the parent process has ended; print what the trainer waits for."""
+    parent, last_reason = os.getppid(), None
     while status.phase not in ("done", "refused") and not work.done():
         if os.getppid() != parent:
             status.log_ended = "the command that started it was ended"
             return
-        if status.waits and (why := status.waiting_for) != told:
-            told = why
+        if status.waits and (why := status.waiting_for) != last_reason:
+            last_reason = why
             _print_line({"waiting": why})
         await asyncio.sleep(_POLL_S)
 

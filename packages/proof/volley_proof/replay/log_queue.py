@@ -29,14 +29,14 @@ from shared.types import Group, Lineage, WeightVersion
 
 
 class LogQueue:
-    """`TrainQueue` of groups that are all there already."""
+    """`TrainQueue` of groups that exist already."""
 
     def __init__(self, entries: Iterator[StreamEntry]) -> None:
         self._entries = entries
         self._is_exhausted = False
 
     def is_exhausted(self) -> bool:
-        """True once every group was handed out, and the caller has asked for more."""
+        """True once every group was read, and the caller has asked for more."""
         return self._is_exhausted
 
     async def begin(
@@ -66,7 +66,7 @@ class LogQueue:
         pass
 
     async def publish(self, ticket: int, payload: bytes) -> object:
-        """Do nothing: the log is handed out again from its beginning."""
+        """Do nothing: the log is read again from its start."""
         return None
 
     async def state(self) -> QueueState:

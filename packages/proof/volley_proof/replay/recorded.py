@@ -79,7 +79,10 @@ class RecordedStep:
         end = self.head.step if last is None else last
         if first not in self.checkpoints:
             there = ", ".join(map(str, sorted(self.checkpoints)))
-            raise ConfigError(f"there is no checkpoint of step {first}", f"choose another; retained are steps {there}")
+            raise ConfigError(
+                f"no checkpoint of step {first} is retained",
+                f"choose another step; checkpoints are retained of steps {there}",
+            )
         if not first < end <= self.head.step:
             raise ConfigError(
                 f"there is nothing to replay from step {first} to {end}",

@@ -69,7 +69,7 @@ def _again(folder: Path, stored: LoadedConfig, version: WeightVersion, file: Pat
     recorded = RecordedStep.read(folder, run)
     before = [step for step in recorded.checkpoints if step < version.step]
     if not before:
-        raise ConfigError(f"there is no checkpoint before {version}", "choose a newer version")
+        raise ConfigError(f"no checkpoint before {version} is retained", "choose a newer version")
     start = max(before)
     first = version if start + 1 == version.step else recorded.version(start + 1)
     rebuilt = RebuiltPolicy(

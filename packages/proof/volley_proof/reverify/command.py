@@ -29,7 +29,7 @@ from shared.types import Group, WeightVersion
 from volley.printing import join_lines, print_result
 from volley.reporting.working import Tell, working
 from volley.run_arguments import add_run_dir
-from volley_proof.reverify.episodes import Rejudged, rejudge
+from volley_proof.reverify.episodes import ReplayedRewards, replay_rewards
 from volley_proof.reverify.service import environments_of
 
 _AT_ONCE = 32
@@ -119,10 +119,10 @@ async def _reverified(folder: RunFolder, only: str | None, instead: str | None, 
     await asyncio.to_thread(with_content, run, model)  # its tokenizer may have changed since
     tokenizer = await asyncio.to_thread(ChatTokenizer, model)
     async with environments_of(folder) as client:
-        return await _judged(_groups(folder, run.run.name, tell), client, tokenizer, run.run.seed, only, instead)
+        return await _replay_all(_groups(folder, run.run.name, tell), client, tokenizer, run.run.seed, only, instead)
 
 
-async def _judged(
+async def _replay_all(
     groups: Iterable[tuple[WeightVersion, Group]],
     client: EnvClient,
     tokenizer: ChatTokenizer,
@@ -133,9 +133,9 @@ async def _judged(
     tallies, changed = defaultdict[str, _Tally](_Tally), list[dict[str, Any]]()
     slots = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(group: Group, n: int) -> Rejudged:
+    async def one(group: Group, n: int) -> ReplayedRewards:
         async with slots:
-            return await rejudge(client, tokenizer, group.trajectories[n], seed, instead or group.env)
+            return await replay_rewards(client, tokenizer, group.trajectories[n], seed, instead or group.env)
 
     for version, group in groups:
         if only is None or group.env == only:
@@ -156,7 +156,7 @@ def _groups(folder: RunFolder, run: str, tell: Tell) -> Iterator[tuple[WeightVer
                 yield version, Group.decode(payload)
 
 
-def _count(tally: _Tally, found: Sequence[Rejudged]) -> None:
+def _count(tally: _Tally, found: Sequence[ReplayedRewards]) -> None:
     tally.n_groups += 1
     for row in found:
         tally.episodes += 1

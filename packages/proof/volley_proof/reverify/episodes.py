@@ -20,7 +20,7 @@ _TASK = re.compile(r"(train|eval)/(\d+)(?![\w.])")
 
 
 @dataclass(frozen=True, slots=True)
-class Rejudged:
+class ReplayedRewards:
     """An archived episode and its reward in the current environment.
 
     `was`, `was_success`: archived reward and success. `reward`, `success`: current ones; None if the episode could not
@@ -46,14 +46,16 @@ class Rejudged:
         )
 
 
-async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Trajectory, seed: int, env: str) -> Rejudged:
+async def replay_rewards(
+    client: EnvClient, tokenizer: ChatTokenizer, trajectory: Trajectory, seed: int, env: str
+) -> ReplayedRewards:
     """Replay one trajectory. Errors are reported in `why`, not raised.
 
     Args:
         seed: seed of the run.
         env: environment to replay in.
     """
-    known = Rejudged(
+    known = ReplayedRewards(
         trajectory.env,
         trajectory.task,
         trajectory.ticket,
@@ -77,7 +79,7 @@ async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Traje
 
 
 def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
-    """Assistant messages by turn, as the environment received them."""
+    """Return the assistant messages by turn, as the environment received them."""
     said = [
         sequence.token_ids[turn.start : turn.end].tolist()
         for sequence in trajectory.sequences()
@@ -113,10 +115,10 @@ async def _played(client: EnvClient, trajectory: Trajectory, replies: Sequence[s
     played, over = _Played(), False
     try:
         if opening.task != trajectory.task:
-            raise DecodeError(f"{env} has the task {opening.task[:100]} there, the archive {trajectory.task[:100]}")
+            raise DecodeError(f"{env} now has task {opening.task[:100]}, but the archive has {trajectory.task[:100]}")
         for n, text in enumerate(replies):
             if over:
-                raise DecodeError(f"{env} ends the episode after {n} turns, the archive after {len(replies)}")
+                raise DecodeError(f"{env} ends the episode after {n} turns, but in the archive it has {len(replies)}")
             reply = await _retry_until_ready(client.step, opening.episode_id, f"{request_id}-{n}", text)
             played.add(reply)
             played.success, over = reply.success, reply.terminated or reply.truncated
@@ -144,8 +146,8 @@ async def _retry_until_ready[**P, T](call: Callable[P, Awaitable[T]], *args: P.a
 
 
 def _where(task: str) -> tuple[str, int]:
-    """Split and index of a task id. Raises DecodeError if it does not begin with them."""
+    """Return split and index of a task id. Raises DecodeError if it does not start with them."""
     found = _TASK.match(task)
     if found is None:
-        raise DecodeError(f"the task {task[:100]!r} does not begin with its split and index")
+        raise DecodeError(f"the task {task[:100]!r} does not start with its split and index")
     return found[1], int(found[2])

@@ -24,7 +24,7 @@ _START_S = 120.0
 
 @asynccontextmanager
 async def environments_of(folder: RunFolder) -> AsyncIterator[EnvClient]:
-    """Client of the run's service if the run is running, else of one started for the context. Raises VolleyError."""
+    """Yield a client of the run's service if it is running, else of one started for the context. Raises VolleyError."""
     own = await _own(folder)
     if own is not None:
         async with own as client:

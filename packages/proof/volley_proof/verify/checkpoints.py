@@ -1,4 +1,4 @@
-"""Verify the retained checkpoints: whole, matching their names, and consistent along the newest one's lineage."""
+"""Verify that the retained checkpoints are whole, match their names, and agree along the newest one's lineage."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _count(head: TrainerState, groups_per_step: int) -> list[str]:
 def _ancestor(one: TrainerState, head: TrainerState) -> list[str]:
     details = []
     if one.lineage != head.lineage[: len(one.lineage)]:
-        details.append(f"its lineage is no beginning of that of {head.version}")
+        details.append(f"its lineage is not a prefix of that of {head.version}")
     now, then = head.progress(), one.progress()
     forgotten = next(
         (t for t in chain(range(now.low + 1, then.low + 1), sorted(then.done)) if not now.is_finished(t)), None
@@ -171,9 +171,9 @@ def _ancestor(one: TrainerState, head: TrainerState) -> list[str]:
     if forgotten is not None:
         details.append(f"ticket {forgotten} is finished here, but not in {head.version}")
     if one.issued > head.issued or one.void > head.void or one.seed != head.seed or one.reference != head.reference:
-        details.append(f"its issued and void tickets, seed or reference are not what those of {head.version} come from")
+        details.append(f"its issued and void tickets, seed or reference do not agree with those of {head.version}")
     if one.settings != head.settings[: len(one.settings)]:
-        details.append(f"its settings are no beginning of those of {head.version}")
+        details.append(f"its settings are not a prefix of those of {head.version}")
     if one.origin != head.origin:
         details.append(f"the weights before its first step are not those that {head.version} names")
     return details

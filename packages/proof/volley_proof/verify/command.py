@@ -152,7 +152,7 @@ def _proof(folder: RunFolder, spend: Spend, tell: Tell) -> Result:
     differing = [] if isinstance(seen, str) else queue.check(seen, history.head, settled)
     findings.add(differing)
     about = {
-        **_about(folder, run, history, fates, missing),
+        **_summary(folder, run, history, fates, missing),
         "set_aside": aside,
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }
@@ -199,7 +199,7 @@ def _check_states(
     findings.add(checkpoints.check(found, head, folder.checkpoints))
     findings.add(checkpoints.check_states(history.ancestors, folder.checkpoints, run.trainer.groups_per_step))
     findings.add(commits.check(logged, found, folder, head))
-    gone = commits.gone(logged, fates.undone, folder)
+    gone = commits.missing_steps(logged, fates.undone, folder)
     findings.add(commits.as_violations(gone))
     findings.add(prefixes.check(folder, history.ancestors, found))
     foreign, missing = parameters.check(folder, found, logged)
@@ -230,7 +230,7 @@ def _check_groups(
     findings.add(refusals.check(folder, fates.voids.values(), run.run.name, spend))
 
 
-def _about(
+def _summary(
     folder: RunFolder, run: RunConfig, history: _History, fates: tickets.TicketFates, missing: Sequence[str]
 ) -> Result:
     head = history.head
@@ -257,7 +257,7 @@ def _without_checkpoint(
 ) -> Result:
     """Result for a run without a checkpoint: its other files may not claim any step."""
     claims = [file.name for file in (folder.ledger, folder.metrics, folder.refused) if _has_lines(file)]
-    claims += [file.name for file in (folder.evals, folder.handovers) if _tells_of_steps(file)]
+    claims += [file.name for file in (folder.evals, folder.handovers) if _mentions_steps(file)]
     claims += [folder.archive.name] * bool(archive.versions(folder.archive) or commit_records.versions(folder.archive))
     record = read_record(folder)
     claims += [folder.record.name] * (record is not None and record.finished)
@@ -279,7 +279,7 @@ def _has_lines(file: Path) -> bool:
     return os.path.lexists(file) and (not file.is_file() or file.stat().st_size > 0)
 
 
-def _tells_of_steps(file: Path) -> bool:
+def _mentions_steps(file: Path) -> bool:
     """Return True if a line is of a step after the first weights, or cannot be read."""
     try:
         return any(orjson.loads(line)["step"] for line in whole_lines(file) if line.strip())

@@ -24,7 +24,7 @@ _MOST_MISSING = 100
 def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Violation]]:
     """Read intact records, oldest first, and violations of the others, without records that a later trainer undid.
 
-    If a running trainer removes a record meanwhile, it and all earlier ones are left out: it removes the oldest first.
+    If a running trainer removes a record meanwhile, it and all earlier ones are skipped: it removes the oldest first.
     """
     found, violations = list[CommitRecord](), list[Violation]()
     there = commits.versions(folder.archive)
@@ -78,22 +78,23 @@ def check(
 
 
 def absent(records: Sequence[CommitRecord], found: Sequence[RetainedCheckpoint], folder: RunFolder) -> list[str]:
-    """Comparisons with commit records that a folder as a bucket fills it does not allow: it has none."""
+    """Return checks that are skipped for a folder restored from a bucket, which has no commit records."""
     if records or not found or not _had_one(found[-1]) or not folder.bucket.exists():
         return []
     return [f"commit records: there are none, and {folder.bucket.name} says that the folder comes from a bucket"]
 
 
 def _had_one(newest: RetainedCheckpoint) -> bool:
-    """Return True if the trainer of the newest checkpoint made a record before it: that of a step of its own."""
+    """Return True if the trainer of the newest checkpoint had made a record of an earlier step."""
     state = newest.state
     return bool(state.step) and epoch_of(state.step, state.lineage) == state.epoch
 
 
-def gone(
+def missing_steps(
     records: Sequence[CommitRecord], undone: Sequence[Mapping[str, Any]], folder: RunFolder
 ) -> frozenset[WeightVersion]:
-    """Steps that the ledger records as trained but whose commit records are gone: nothing durable is as new.
+    """Return steps that the ledger records as trained but whose commit records are missing, newer than anything
+    durable.
 
     A step's record is written before its ledger lines. Read `undone` before calling this. Empty for a run without
     records.

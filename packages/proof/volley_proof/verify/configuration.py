@@ -94,11 +94,11 @@ def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> 
 
 def _record(folder: RunFolder, record: RunRecord, head: TrainerState, saved: WeightVersion) -> Iterator[Violation]:
     if record.seed != head.seed:
-        yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
+        yield _of(folder, f"seed is {record.seed}, but {head.version} was made with {head.seed}")
     if record.origin != head.origin:
-        yield _of(folder, f"origin is {record.origin}, that of {head.version} is {head.origin}"[:300])
+        yield _of(folder, f"origin is {record.origin}, but {head.version} has {head.origin}"[:300])
     if head.settings and (problem := _history(folder, record, head)) is not None:
-        yield _of(folder, f"amendments are not those of {head.version}: {problem}")
+        yield _of(folder, f"amendments differ from those of {head.version}: {problem}")
     if not record.finished:
         return
     if record.final is not None and not (_ended_as(record.final, head) and saved.step == head.step):
@@ -108,7 +108,7 @@ def _record(folder: RunFolder, record: RunRecord, head: TrainerState, saved: Wei
             ViolationKind.CHECKPOINT,
         )
     if head.phase != "done":
-        yield _of(folder, f"the run is finished, {head.version} is not of its last step", ViolationKind.CHECKPOINT)
+        yield _of(folder, f"the run is finished, but {head.version} is not its last step", ViolationKind.CHECKPOINT)
 
 
 def _ended_as(final: str, head: TrainerState) -> bool:

@@ -52,7 +52,7 @@ def check(folder: RunFolder, main: str) -> Iterator[Violation]:
     for env in sorted(known.keys() & recorded.keys()):
         for part in differing(known[env], recorded[env]):
             difference = _difference(part, known[env], recorded[env])
-            yield Violation(ViolationKind.CONFIG, f"{env} was evaluated with other data: {difference}", file=file)
+            yield Violation(ViolationKind.CONFIG, f"{env} was evaluated with different data: {difference}", file=file)
     yield from _sources(folder, {env: {**recorded.get(env, {}), **known.get(env, {})} for env in {*known, *recorded}})
 
 
@@ -84,7 +84,7 @@ def _plain(folder: Path) -> bool:
 def changed(folder: RunFolder, data: DataSection) -> list[str]:
     """Configured files of the main environment whose content has changed since the run played them.
 
-    They are no violations: the run may be over. Empty for a folder that is not trusted to name files.
+    They are not violations: the run may be over. Empty for a folder that is not trusted to name files.
     """
     if not trust.is_own(folder):
         return []

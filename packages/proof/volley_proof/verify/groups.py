@@ -68,7 +68,7 @@ class _SampledTokens:
             return None
         if any(math.isclose(trained, n, rel_tol=_ROUNDING * (n > _EXACT)) for n in (self.every, self.untruncated)):
             return None
-        detail = f"its episodes have {self.every} sampled tokens, metrics.jsonl says that {trained} were trained"
+        detail = f"its episodes have {self.every} sampled tokens, but metrics.jsonl counts {trained} trained ones"
         return (ViolationKind.DOUBLY_TRAINED if trained > self.every else ViolationKind.METRICS), detail
 
 
@@ -101,7 +101,7 @@ def _step(
         for payload in archive.read(root, bounds.run, version, bounds.spend):
             group = _decoded(payload)
             if len(tickets) > 2 * len(lines) + _MOST_MISSING:
-                raise DecodeError(f"holds more than {len(tickets)} groups, the ledger says {len(lines)}")
+                raise DecodeError(f"has more than {len(tickets)} groups, but the ledger has {len(lines)}")
             if isinstance(group, DecodeError):
                 yield Violation(
                     ViolationKind.GROUP, f"group {len(tickets)}: {group.detail}", step=version.step, file=file
@@ -148,7 +148,7 @@ def _group(
         yield ViolationKind.GROUP, f"{len(group.trajectories)} episodes, failure {group.failure}"
         return
     if 0 < group.ticket <= bounds.last_ticket and group.env != (env := bounds.assignment.of(group.ticket).env):
-        yield ViolationKind.MIXTURE, f"its environment is {group.env[:80]!r}, the mixture says {env!r}"
+        yield ViolationKind.MIXTURE, f"its environment is {group.env[:80]!r}, but by the mixture it is {env!r}"
     sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.all_spans()})
     present, ancestors = made.step - 1, until(made.epoch, head.lineage)
     forks = [fork for fork in head.forks if fork.step < made.step]
@@ -159,7 +159,7 @@ def _group(
                 f"tokens of {version} were {present - version.step} steps old, allowed are {bounds.max_staleness}",
             )
         if (version.step > present or not in_lineage(version, ancestors)) and not in_log(version, forks):
-            yield ViolationKind.LINEAGE, f"tokens of {version}, which is no ancestor of {made}"
+            yield ViolationKind.LINEAGE, f"tokens of {version}, which is not an ancestor of {made}"
     named = line and line["ticket"] == group.ticket and line.get("versions")
     if named and named != [str(sampled[0]), str(sampled[-1])]:
         yield (

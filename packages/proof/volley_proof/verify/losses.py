@@ -1,4 +1,4 @@
-"""Verify what states say of lost lines: a count of losses hides nothing that older states still contradict.
+"""Verify recorded losses of lines: older states must still agree with the file.
 
 After a loss, a file holds what was left of it, new lines, and perhaps all of the old lines: an orchestrator that has
 them hands them over again, in their order. So its lines about earlier steps are a beginning of what older states hold,
@@ -29,13 +29,13 @@ def check(path: Path, states: Sequence[TrainerState], names_steps: bool) -> Iter
         states: those that hold files, oldest first.
         names_steps: lines of the file name the step that they are about.
     """
-    told = [(a, b) for a, b in pairwise(states) if n_losses(b, path.name) > n_losses(a, path.name)]
-    for before, after in told:
+    counted = [(a, b) for a, b in pairwise(states) if n_losses(b, path.name) > n_losses(a, path.name)]
+    for before, after in counted:
         if _is_next(before, after) and size_of(after, path.name) >= size_of(before, path.name):
-            detail = f"{after.version} counts lost lines, and holds no fewer bytes than {before.version}"
+            detail = f"{after.version} counts lost lines, but has no fewer bytes than {before.version}"
             yield Violation(ViolationKind.CHAIN, detail, step=after.step, file=path.name)
-    if told and names_steps:
-        before, after = told[-1]
+    if counted and names_steps:
+        before, after = counted[-1]
         older = [one for one in states if one.version <= before.version and _is_alike(one, before, path.name)]
         if (detail := _old_lines(path, older, size_of(after, path.name))) is not None:
             yield Violation(ViolationKind.CHAIN, detail, step=after.step, file=path.name)
@@ -81,14 +81,14 @@ def _old_lines(path: Path, older: Sequence[TrainerState], left: int) -> str | No
     before = older[-1]
     lines = _read(path)
 
-    def about(fits: Callable[[int], bool]) -> list[Numbered]:
+    def lines_of(fits: Callable[[int], bool]) -> list[Numbered]:
         return [one for one in lines if one[1] is not None and fits(one[1])]
 
-    old = about(lambda step: step < before.step)
+    old = lines_of(lambda step: step < before.step)
     if len({step for _, step, _ in old}) < 2:
         return None
     came_back = old[-1][0] > left
-    known = [one for one in about(lambda step: step <= before.step) if came_back or one[0] <= left]
+    known = [one for one in lines_of(lambda step: step <= before.step) if came_back or one[0] <= left]
     texts = [b"".join(text for _, _, text in found) for found in (old, known)]
     for state in older:
         size, digest = state.files.get(path.name, (0, ""))

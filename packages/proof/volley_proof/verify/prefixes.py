@@ -25,7 +25,7 @@ _BLOCK_BYTES = 2**20
 _NAMES = RunFolder(Path())
 _REWRITTEN = (_NAMES.evals.name, _NAMES.samples.name)
 """Files that the orchestrator makes again if they are removed during the run."""
-_NAMES_HELD = tuple(path.name for path in held.files(_NAMES))
+_HELD_NAMES = tuple(path.name for path in held.files(_NAMES))
 type Expected = Mapping[int, Mapping[str, WeightVersion]]
 """By number of first bytes: their digests, each with the oldest version whose state holds it."""
 
@@ -42,7 +42,7 @@ def check(
     for name, path in known.items():
         grown = _grown(name, states)
         recent = [state for state in grown if state.epoch == newest.epoch or name not in _REWRITTEN]
-        yield from _beginnings(path, _expected(name, recent))
+        yield from _prefix_violations(path, _expected(name, recent))
         if name in _REWRITTEN:
             yield from _rewritten(path, [state for state in grown if state.epoch < newest.epoch])
         for before, after in pairwise(states):
@@ -68,12 +68,12 @@ def replaced(folder: RunFolder, states: Sequence[TrainerState]) -> list[str]:
         if (grown := _grown(path.name, states)) and grown[0] is not states[0]
         if any(path.name in state.files for state in states if state.version < grown[0].version)
     }
-    for name in _NAMES_HELD:
+    for name in _HELD_NAMES:
         if n := counts.get(name, 0):
             found.setdefault(name, f"{name}: it has lost lines, {n} times by what trainers found")
     violations = [
         f"{name}: it was rewritten, {n} times by what trainers found"
-        for name in _NAMES_HELD
+        for name in _HELD_NAMES
         if (n := counts.get(held.REWRITTEN + name, 0))
     ]
     return [*found.values(), *violations]
@@ -104,7 +104,7 @@ def _rewritten(path: Path, older: Sequence[TrainerState]) -> Iterator[Violation]
     After a removal, the evaluations of one step may make it as long again. Lines of several steps show that it was
     rewritten.
     """
-    for violation in _beginnings(path, _expected(path.name, older)):
+    for violation in _prefix_violations(path, _expected(path.name, older)):
         try:
             with open_file(path) as file:
                 steps = {step_of(line) for _, line in ended_lines(file)}
@@ -114,7 +114,7 @@ def _rewritten(path: Path, older: Sequence[TrainerState]) -> Iterator[Violation]
             yield violation
 
 
-def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
+def _prefix_violations(path: Path, sizes: Expected) -> Iterator[Violation]:
     if not sizes:
         return
     hasher, at = blake3.blake3(), 0
@@ -126,11 +126,11 @@ def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
                     at += len(block)
                 for digest, version in sizes[size].items():
                     if at < size or hasher.hexdigest() != digest:
-                        yield _of(path, f"its first {size} bytes are not those that {version} was made after", version)
+                        yield _of(path, f"its first {size} bytes differ from those recorded by {version}", version)
                         return
     except OSError as error:
         version = next(iter(sizes[min(sizes)].values()))
-        yield _of(path, f"{version} was made after lines of it, and it cannot be read: {error.strerror}", version)
+        yield _of(path, f"{version} has a digest of it, but it cannot be read: {error.strerror}", version)
 
 
 def _lines(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Iterator[Violation]:

@@ -1,6 +1,6 @@
 """Compare Redis with ledger and checkpoint.
 
-Redis has finished nothing that is not durable, and no ticket is missing.
+Everything finished in Redis is durable, and no ticket is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class QueueContents:
 
 
 async def ask(folder: RunFolder, run: str) -> QueueContents | str:
-    """State of the run's Redis, or the reason why there is none. Call it before reading files, which may only be newer.
+    """Return the state of the run's Redis, or the reason why it is unavailable. Call it before reading files, which may
+    only be newer.
 
     The folder names the address and the password file, so only a trusted folder is used.
     """
@@ -88,7 +89,7 @@ def check(seen: QueueContents, head: TrainerState, known: Set[int]) -> list[Viol
     """Args: known: tickets with a disposition."""
     state, details = seen.state, []
     if state.version > head.step:
-        details.append(f"Redis says that step {state.version} is durable, the newest checkpoint is {head.version}")
+        details.append(f"Redis says that step {state.version} is durable, but the newest checkpoint is {head.version}")
     missing = state.issued - state.low - state.done - state.depth - state.leased
     if state.ready and missing > 0:
         details.append(f"{missing} issued tickets are neither finished, queued nor leased")

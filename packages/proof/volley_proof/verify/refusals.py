@@ -69,10 +69,10 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str, spend: Spend) -> I
         elif (
             has_ended or last[version.epoch] != path or newest.get(version.epoch, version) > version or version in made
         ):
-            yield Violation(ViolationKind.ARCHIVE, f"{file} has no line of it", step=version.step, file=name)
+            yield Violation(ViolationKind.ARCHIVE, f"{file} has no line for it", step=version.step, file=name)
     for version, missing in lines.items():
         for tickets, _ in missing:
-            detail = f"says that {version} was refused, with tickets {tickets[:20]}, but {groups}/ has no file of it"
+            detail = f"says that {version} was refused, with tickets {tickets[:20]}, but {groups}/ has no file for it"
             yield Violation(ViolationKind.ARCHIVE, detail, step=version.step, file=file)
     for line in ended.values():
         yield Violation(ViolationKind.ARCHIVE, f"its group is in no file of {groups}/", line["ticket"], line["step"])
@@ -106,9 +106,9 @@ def _parsed(line: Mapping[str, Any]) -> tuple[WeightVersion, Refused]:
         "stop",
         "skip",
     ):
-        raise DecodeError("step, base or action do not fit")
+        raise DecodeError("step, base and action contradict each other")
     if not (_all(tickets, int) and _all(digests, str) and _all(what, str) and len(tickets) == len(digests)):
-        raise DecodeError("tickets, digests or what was not finite are of another kind")
+        raise DecodeError("tickets, digests or the list of non-finite numbers are malformed")
     return version, (tickets, digests)
 
 

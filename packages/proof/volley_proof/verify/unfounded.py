@@ -72,7 +72,7 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
         yield Violation(ViolationKind.COMMIT, detail, step=version.step, file=folder.archive.name)
     yield from bad
     if not folder.bucket.exists() and sampled > max([made.last_step, *(version.step for version in but)]):
-        yield _of(folder.samples, f"samples of step {sampled}, the newest step is {made.last_step}", sampled)
+        yield _of(folder.samples, f"samples of step {sampled}, but the newest step is {made.last_step}", sampled)
 
 
 def _lines(path: Path) -> list[bytes]:
