@@ -89,7 +89,7 @@ def test_what_is_wrong_with_a_file_is_told_with_its_line(volley: Volley, url: st
     assert "FAIL" in out
     assert volley("submit", str(tmp_path / "none.py"), "--url", url)[0] == 2
     code, _, err = volley("show", "nobody", "--url", url)
-    assert (code, "nobody submitted an environment 'nobody'" in err) == (1, True)
+    assert (code, "no environment 'nobody' was submitted" in err) == (1, True)
 
 
 def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: str, tmp_path: Path) -> None:

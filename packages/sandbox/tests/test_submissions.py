@@ -405,12 +405,12 @@ async def test_bad_submissions_are_refused(
 
 async def test_what_is_not_there_or_not_now_is_told(open_client: OpenClient) -> None:
     cases: list[tuple[str, str, Any, int, str]] = [
-        ("GET", "/environments/nobody", None, 404, "nobody submitted"),
-        ("GET", "/environments/nobody/logs", None, 404, "nobody submitted"),
-        ("POST", "/environments/nobody/retire", None, 404, "nobody submitted"),
+        ("GET", "/environments/nobody", None, 404, "was submitted"),
+        ("GET", "/environments/nobody/logs", None, 404, "was submitted"),
+        ("POST", "/environments/nobody/retire", None, 404, "was submitted"),
         ("GET", "/environments/adder@9", None, 404, "adder@9"),
         ("GET", "/environments/adder@x", None, 404, "adder@x"),
-        ("PUT", "/environments/nobody", {"source": "x"}, 404, "nobody submitted"),
+        ("PUT", "/environments/nobody", {"source": "x"}, 404, "was submitted"),
         ("PUT", "/environments/adder", {"source": "x", "name": "other"}, 422, "differs from the path's name"),
         ("POST", "/environments", {"name": "adder", "source": "x = 1"}, 409, "adder@1 is active"),
         ("POST", "/environments", {"name": "new"}, 422, "source is missing"),

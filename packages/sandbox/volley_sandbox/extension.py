@@ -38,7 +38,7 @@ MAX_TRIALS = 8
 
 
 class SandboxExtension(Extension):
-    """Sandboxes, and what runs in them or beside them.
+    """Sandboxes, tools, rewards and submissions of the service.
 
     `tools` are those that any environment can have; `tool_places` bounds concurrent requests that try tools.
     """

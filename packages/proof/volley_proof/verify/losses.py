@@ -94,7 +94,7 @@ def _old_lines(path: Path, older: Sequence[TrainerState], left: int) -> str | No
         size, digest = state.files.get(path.name, (0, ""))
         whole = [text[:size] for text in texts if len(text) >= size > 0]
         if whole and all(blake3.blake3(text).hexdigest() != digest for text in whole):
-            return f"its lines about steps before {before.step} are not those that {state.version} was made after"
+            return f"its lines about steps before {before.step} differ from those recorded by {state.version}"
     if came_back and max(map(len, texts)) < size_of(before, path.name):
         return f"lines about steps before {before.step} came back after a loss, but not all that {before.version} holds"
     return None

@@ -52,7 +52,7 @@ async def test_python_that_uses_up_its_time_keeps_its_variables_if_it_can_be_int
     ("code", "told"),
     [
         ("import os\nos._exit(3)", "exit code 3"),
-        ("import os\nos.write(3, b'x' * 100)", "the interpreter was started anew"),
+        ("import os\nos.write(3, b'x' * 100)", "the interpreter was restarted"),
     ],
 )
 async def test_python_that_ends_its_interpreter_gets_another(open_tools: OpenTools, code: str, told: str) -> None:

@@ -1,4 +1,4 @@
-"""Environments whose episodes are played by an agent: a program in the sandbox, or somebody outside.
+"""Environments whose episodes are played by an agent: a program in the sandbox, or an external one.
 
 Every episode has its own sandbox from its reset to its judgement. A program runs once. One that ends in another way
 than the author declares, or uses too much memory, has failed: that is a fault of the program or the machine, and gives
@@ -130,7 +130,7 @@ class AgentEpisode:
         """Run the program to its end. Failures are its state.
 
         Args:
-            model: answers its requests instead of the address that it was begun with.
+            model: answers its requests instead of the address that it was started with.
             timeout_s: seconds that it may take, if fewer than its own.
         """
         assert self._begun is not None
@@ -186,9 +186,11 @@ class AgentEpisode:
         return self._state
 
     def set_output(self, output: str) -> None:
-        """Take what an agent outside sends at its end. Raises Conflict for a program."""
+        """Store the final output of an external agent. Raises Conflict for a program."""
         if self.agent.kind == "program":
-            raise Conflict(f"{self._backend.name} has a program: its own output is judged", "leave out output")
+            raise Conflict(
+                f"{self._backend.name} has a program: its own output is judged", "remove output from the request"
+            )
         self._state = replace(self._state, output=output)
 
     async def finish(self) -> StepResult:

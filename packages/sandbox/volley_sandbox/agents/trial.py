@@ -24,7 +24,7 @@ class Trial:
     """Result of a trial: what happened, and the `fault` for which the agent is refused."""
 
     opening: tuple[Message, ...]
-    told: str
+    outcome: str
     reward: float | None = None
     fault: str = ""
     hint: str = ""
@@ -40,7 +40,7 @@ async def try_agent(backend: AgentBackend, split: str, index: int) -> Trial:
     reset_s = time.perf_counter() - asked
     try:
         outside = backend.agent.kind == "external"
-        trial = await _judged_alone(episode) if outside else await _played(episode, shown)
+        trial = await _judge_without_output(episode) if outside else await _played(episode, shown)
         return replace(trial, reset_s=reset_s)
     finally:
         await episode.close()
@@ -60,16 +60,16 @@ async def _played(episode: AgentEpisode, shown: Demonstration | None) -> Trial:
         output = state.output.strip()[-500:] or "nothing"
         return replace(trial, fault=f"the program never called the model; it printed: {output}", hint=_CALLS_HINT)
     found = await episode.finish()
-    told = f"{trial.told}, reward {found.reward:g}"
+    outcome = f"{trial.outcome}, reward {found.reward:g}"
     if shown is None or shown.success == found.info.success:
-        return replace(trial, told=told, reward=found.reward)
+        return replace(trial, outcome=outcome, reward=found.reward)
     summary = "solves its task" if shown.success else "does not solve its task"
     fault = f"the demonstration says that it {summary}, but with its messages the judge says the opposite"
-    return replace(trial, fault=f"{fault} ({told}); the end of the program's output:\n{state.output[-1000:]}")
+    return replace(trial, fault=f"{fault} ({outcome}); the end of the program's output:\n{state.output[-1000:]}")
 
 
-async def _judged_alone(episode: AgentEpisode) -> Trial:
-    """Judge an agent outside that sends nothing."""
+async def _judge_without_output(episode: AgentEpisode) -> Trial:
+    """Judge an external agent that sends nothing."""
     if not episode.agent.judged:
         return Trial(episode.opening, "played and rewarded outside")
     found = await episode.finish()

@@ -178,5 +178,5 @@ def _named(given: Mapping[str, Any], name: str | None) -> dict[str, Any]:
         raise InputError(f"the body's name {str(given['name'])[:80]!r} differs from the path's name {name[:80]!r}")
     named = {**given, "name": name} if name is not None else dict(given)
     if "@" in str(named.get("name", "")):
-        raise InputError(f"{str(named['name'])[:80]!r}: versions are numbered by the service", "leave out the @")
+        raise InputError(f"{str(named['name'])[:80]!r}: versions are numbered by the service", "remove the @")
     return named

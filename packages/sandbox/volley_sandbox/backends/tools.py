@@ -52,7 +52,7 @@ class WithTools:
             if episode.tools:
                 raise ConfigError(
                     f"{self.name} already has tools",
-                    "leave out data.env_config.tools, or the setting that adds them",
+                    "remove data.env_config.tools, or the setting that adds them",
                 )
             opened = await self.tool_set.open(ToolContext(seed, episode.database))
         except BaseException:

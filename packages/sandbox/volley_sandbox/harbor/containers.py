@@ -254,7 +254,7 @@ class Containers:
         return {**kept, "HARBOR_TELEMETRY": "0"}
 
 
-_LOST_HINT = "the episode gives no reward and can be played again; the log of the service tells more"
+_LOST_HINT = "the episode gives no reward and can be played again; see the service's log"
 _PACKAGE_HINT = (
     "check that the package index is reachable, or name an interpreter that has harbor: services.env.harbor.python"
 )

@@ -1,4 +1,4 @@
-"""Turns for long calls, so that short calls do not wait behind them.
+"""Schedule long calls, so that short calls do not wait behind them.
 
 A call that is not answered after LONG_S most likely computes, perhaps for ever. A fixed number of such calls, the
 places, run at once; the others are paused and get the places in turn. Turns rotate over the owners (mostly
@@ -86,7 +86,7 @@ class Turns[T: TurnTaker]:
         self._update_metric()
 
     def _fill(self) -> None:
-        """Fill free places. The owner that gets one goes to the end of the line."""
+        """Give free places to waiting owners. An owner that gets one goes to the end of the queue."""
         while self._waiting and len(self._running) < self._n_places:
             owner, line = next(iter(self._waiting.items()))
             one = line.popleft()

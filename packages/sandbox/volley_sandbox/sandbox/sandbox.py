@@ -255,7 +255,7 @@ class LogPipe(asyncio.Protocol):
 def _cause(end: ProcessEnd, limits: SandboxLimits) -> tuple[Why, str]:
     """Cause of an end that the service did not request."""
     if end.status is None:
-        return "crash", end.error or "nobody knows how its process ended"
+        return "crash", end.error or "its process ended for an unknown reason"
     code = os.waitstatus_to_exitcode(end.status)
     if code >= 0:
         return "crash", f"its process ended by itself with exit code {code}"

@@ -177,7 +177,7 @@ class Sandboxes:
             raise InputError(f"the source has {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
         program = _absolute(program)
         if program.kind != "plain" and owner:  # pausing would stop the process that waits, not its programs
-            raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
+            raise InputError("a sandbox that starts programs takes no turns", "remove its owner")
         await self._make_own_folder()
         spawner = await self._spawner_of(program)
         sandbox = self._enroll(limits or SandboxLimits(), spawner, owner)

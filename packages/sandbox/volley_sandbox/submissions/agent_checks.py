@@ -29,7 +29,7 @@ async def check_agent(backend: AgentBackend, findings: Findings) -> None:
     for (name, trial), opening in zip(named, again, strict=True):
         if trial.opening != opening:
             raise Failed("determinism", f"{name} began differently when it was reset again", SEED_HINT)
-    findings.passed("agent", "; ".join(f"{name}: {trial.told}" for name, trial in named))
+    findings.passed("agent", "; ".join(f"{name}: {trial.outcome}" for name, trial in named))
     findings.passed("determinism", f"{len(tasks)} tasks began equally when reset twice")
 
 

@@ -140,8 +140,8 @@ class SubmittedVersion(Frozen):
         return self.model_copy(update={**changes, "history": history})
 
     @property
-    def took_place(self) -> str:
-        """Reason stored with the version that this one replaced."""
+    def replacement_reason(self) -> str:
+        """Return the reason stored with the version that this one replaced."""
         return f"{self.full_name} took its place"
 
     def replaced(self, known: Iterable[SubmittedVersion]) -> SubmittedVersion | None:
@@ -152,7 +152,7 @@ class SubmittedVersion(Frozen):
         """
         if any(line.why.startswith(_ROLLED_BACK) for line in self.history):
             return None
-        left = ("retired", self.took_place)
+        left = ("retired", self.replacement_reason)
         return next((v for v in known if (v.state, v.why) == left and v.version < self.version and v.splits), None)
 
     def rolled_back(self, before: SubmittedVersion, why: str) -> tuple[SubmittedVersion, SubmittedVersion]:

@@ -365,7 +365,7 @@ class Submissions:
     def _superseded(self, by: SubmittedVersion) -> list[SubmittedVersion]:
         """The other active versions of a name, retired."""
         return [
-            other.to("retired", by.took_place)
+            other.to("retired", by.replacement_reason)
             for other in self._versions[by.name].values()
             if other.state == "active" and other.version != by.version
         ]
@@ -390,7 +390,7 @@ class Submissions:
     def _named(self, name: str) -> dict[int, SubmittedVersion]:
         if not (known := self._versions.get(name)):
             raise NotFound(
-                f"nobody submitted an environment {name[:80]!r}",
+                f"no environment {name[:80]!r} was submitted",
                 f"submitted: {', '.join(sorted(self._versions)) or 'none yet'}",
             )
         return known

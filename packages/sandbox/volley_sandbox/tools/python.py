@@ -19,7 +19,7 @@ from volley_sandbox.tools.workspace import Workspace
 MAX_OUTPUT = 2**17
 """Characters of output that a call may return from its sandbox."""
 
-_GONE = "the interpreter was started anew, and its variables are gone"
+_GONE = "the interpreter was restarted, and its variables are lost"
 
 
 class PythonArguments(Arguments):

@@ -65,7 +65,7 @@ class SqlSettings(ToolSettings):
         if self.script is not None and self.database is not None:
             raise ValueError("sql takes a script or a database, not both")
         if self.writable and self.database is not None:
-            raise ValueError("a database file is read-only: leave out writable, or give a script")
+            raise ValueError("a database file is read-only: remove writable, or give a script")
         return self
 
     @field_validator("database")

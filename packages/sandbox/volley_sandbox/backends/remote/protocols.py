@@ -69,7 +69,7 @@ def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
         protocol.check_tasks(wanted.tasks)
     elif wanted.tasks:
         raise InputError(
-            f"tasks: the protocol {wanted.protocol} accepts none", "leave out tasks; its servers have their own"
+            f"tasks: the protocol {wanted.protocol} accepts none", "remove tasks; its servers have their own"
         )
     return replace(wanted, url=str(read_address(wanted.url)))
 

@@ -121,7 +121,7 @@ def left_over(command: str, owner: Owner) -> list[tuple[str, str]]:
 
 
 def remove(command: str, project: str) -> None:
-    """Remove what a Compose project, or an image, has left."""
+    """Remove a Compose project's or an image's remains."""
     label = f"label=com.docker.compose.project={project}"
     for kind, options in (("container", ["--all"]), ("network", []), ("volume", [])):
         names = engine(command, kind, "ls", *options, "--quiet", "--filter", label).split()

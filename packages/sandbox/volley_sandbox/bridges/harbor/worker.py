@@ -222,7 +222,7 @@ class TrialWorker:
 
 
 def settle(episode: HarborTrial, answer: dict[str, Any]) -> None:
-    """Answer whoever waits for the phase or for a command."""
+    """Answer the waiting request for the phase or for a command."""
     episode.phase.add_done_callback(lambda phase: phase.cancelled() or phase.exception())
     if not episode.phase.done():
         if "lost" in answer:

@@ -1,4 +1,4 @@
-"""Agents: a class whose episode is played by a program, or by somebody outside, and judged afterwards.
+"""Agents: a class whose episode is played by a program, or by an external agent, and judged afterwards.
 
     class Agent:
         splits = {"train": 100}
@@ -104,7 +104,7 @@ class AgentAdapter(EnvironmentAdapter):
         """Judge the task as it stands.
 
         Args:
-            output: what an agent outside sends at its end; None for a program, whose own output counts.
+            output: final output of an external agent; None for a program, whose own output counts.
         """
         live, self._live = self._live, None
         if live is None:

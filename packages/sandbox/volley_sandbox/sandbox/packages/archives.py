@@ -103,7 +103,7 @@ def unpack(data: bytes, folder: Path, limits: ArchiveLimits | None = None) -> Un
     """
     limits = limits or ArchiveLimits()
     if data.count(_ENTRY_MARK) > limits.entries:
-        raise TooLarge(f"the archive has more than {limits.entries} entries", "leave out what is not needed")
+        raise TooLarge(f"the archive has more than {limits.entries} entries", "remove files that are not needed")
     place = folder / hashlib.sha256(data).hexdigest()[:32]
     if not place.is_dir():
         work = folder / f".new-{uuid.uuid4().hex}"
@@ -198,7 +198,7 @@ def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, most: 
         while block := source.read(_BLOCK):
             n += len(block)
             if n > most:
-                raise TooLarge("the archive is too large when it is unpacked", "leave out what is not needed")
+                raise TooLarge("the archive is too large when it is unpacked", "remove files that are not needed")
             file.write(block)
     target.chmod(0o755 if info.external_attr >> 16 & 0o100 else 0o644)
     return n

@@ -137,7 +137,7 @@ class ContainerSpawner:
         """Remove containers of services that were killed, have the image, and try it. Raises Unavailable."""
         section = self._section
         listed = await self._engine("ps", "--all", "--filter", "label=volley.sandbox", "--format", "{{.Names}}")
-        left = [name for name in listed.split() if self._is_left(name)]
+        left = [name for name in listed.split() if self._is_orphaned(name)]
         if left:
             _log.warning("removing containers of a service that was killed", containers=left)
             await self._engine("rm", "--force", *left)
@@ -183,8 +183,8 @@ class ContainerSpawner:
         if waiting := [container.spawned.end for container in self._containers.values()]:
             await asyncio.wait(waiting, timeout=STOP_S + ENGINE_S)
 
-    def _is_left(self, name: str) -> bool:
-        """True if the container of that name is one of another process that has ended."""
+    def _is_orphaned(self, name: str) -> bool:
+        """Return True if the container was left behind by a process that has exited."""
         owner = name.rpartition("-")[0]
         return owner != self._owner.name and self._owner.may_remove(owner)
 
