@@ -335,7 +335,7 @@ async def test_a_filter_of_ones_own_is_on_record_by_its_name(bench: Bench, tmp_p
     await bench.run_to_the_end()
     assert [e for e in bench.events if e.startswith("step")] == ["step [1, 2]", "step [4, 5]"]
     line = LedgerFile(bench.folder / "ledger.jsonl").settled()[3]
-    assert ledger.end_named(line) == "filtered(custom)"
+    assert ledger.disposition_label(line) == "filtered(custom)"
     assert re.fullmatch(r"custom: rule.py:keeps \(sha256 \w{12}…\) rejected it", line["reason"])
 
 
