@@ -48,7 +48,7 @@ class RunUnderTest:
         )
         parts = (queue, self.balancer, self.status, gate, loop, self.evaluator)
         self.holds = ServerHolds(self.balancer, 0.5) if holds else None
-        self.schedule = RunSchedule(*parts, max_steps=max_steps, begun=self._begun, holds=self.holds)
+        self.schedule = RunSchedule(*parts, max_steps=max_steps, on_epoch=self._begun, holds=self.holds)
         self.run_ids = []
 
     @property

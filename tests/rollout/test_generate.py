@@ -259,7 +259,7 @@ async def test_what_routers_and_trainers_add_is_accepted(http: httpx.AsyncClient
         ({"input_ids": [[F], []]}, "input_ids is empty"),
         ({"input_ids": [[F]], "rid": ["a", "b"]}, "rid must hold"),
         ({"input_ids": [[F], [F]], "rid": ["a", "a"]}, "rid must hold"),
-        ({"input_ids": [[F], [F]], "sampling_params": [{}]}, "sampling_params has 1 values for 2 prompts"),
+        ({"input_ids": [[F], [F]], "sampling_params": [{}]}, "sampling_params has 1 values, but there are 2 prompts"),
         ({"input_ids": [[F], [F]], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),
         ({"input_ids": [[F], [F]], "lora_path": [None, "x"]}, "lora_path='x' is not supported"),
         ({"input_ids": [F], "lora_path": [None]}, "lora_path"),

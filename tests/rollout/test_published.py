@@ -237,7 +237,7 @@ async def test_one_version_may_come_by_both_ways(updates, trainer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": "other"}, "of run 'other'"),
+        ({"run": "other"}, "belongs to run 'other'"),
         ({"model": CONFIG | {"rope_theta": 7.0}}, "another model than this server"),
         ({"version": V[3]}, f"the offer of {V[2]} names the manifest of {V[3]}"),
         ({"weights": HUGE}, "has 75497472 bytes"),

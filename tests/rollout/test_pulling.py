@@ -235,7 +235,7 @@ async def test_a_source_that_has_enough_to_do_is_waited_for_and_named(puller, fo
         assert folder.read(CHUNKS[0].blake3) == DATA[0]
         monkeypatch.setattr(pulling, "PATIENCE_BUSY_S", 0.2)
         answers[0] = -100
-        with pytest.raises(Unavailable, match="under way"):
+        with pytest.raises(Unavailable, match="already running"):
             await puller.pull(CHUNKS[1:2], [source.url])
 
 
@@ -274,11 +274,11 @@ async def test_chunks_are_asked_for_in_the_order_that_is_given(puller, monkeypat
 
 async def test_nothing_is_pulled_any_more_when_what_it_was_for_has_ended(puller, folder):
     async with sources(silent) as (source,):
-        async with puller.beside(CHUNKS, [source.url]) as arriving:
+        async with puller.pull_in_background(CHUNKS, [source.url]) as arriving:
             while not source.asked:
                 await asyncio.sleep(0.01)
         assert arriving.cancelled()
-    async with sources(honest) as (source,), puller.beside(CHUNKS, [source.url]) as arriving:
+    async with sources(honest) as (source,), puller.pull_in_background(CHUNKS, [source.url]) as arriving:
         told = await arriving
     assert told["pulled_bytes"] == sum(map(len, DATA))
     assert told["pull_s"] > 0
@@ -286,7 +286,7 @@ async def test_nothing_is_pulled_any_more_when_what_it_was_for_has_ended(puller,
 
 
 async def test_own_address_is_no_source(puller):
-    with pytest.raises(Unavailable, match="there is none"):
+    with pytest.raises(Unavailable, match="none is known"):
         await puller.pull(CHUNKS, ["http://own/"])
 
 
@@ -345,7 +345,7 @@ async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_pat
     """The trainer sends to two at once, and slowly; each of four servers gets all of it, and the trainer sends hardly
     more than one copy: the others tell what they have.
     """
-    monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
+    monkeypatch.setattr(pulling, "_POLL_S", 0.01)
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(passing_on(ChunkFolder(tmp_path / "trainer"), 4, 0.02))
         chunks = [Chunk(trainer.folder.put(data), len(data)) for data in MANY]
@@ -388,7 +388,7 @@ OF = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
 
 
 async def test_who_tells_of_what_it_has_not_got_costs_little(puller, folder, monkeypatch):
-    monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
+    monkeypatch.setattr(pulling, "_POLL_S", 0.01)
     told = Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes()
     lacks = problem_response(NotFound("it is not here"))
     async with telling(told, lambda _: lacks) as liar, sources(slowly) as (trainer,):
