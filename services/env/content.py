@@ -106,7 +106,7 @@ def _changed(env: str, part: str, was: ContentPart, now: ContentPart) -> ConfigE
         )
     moved = "" if was.source == now.source else f" (then at {was.source})"
     return ConfigError(
-        f"{env}: {now.source} has changed since the run began: its digest is {now.digest[:_SHOWN]} instead of "
+        f"{env}: {now.source} has changed since the run began: its digest is {now.digest[:_SHOWN]}, it was "
         f"{was.digest[:_SHOWN]}{moved}",
         "restore the file, or start a new run: tasks and evaluations before and after the change would differ",
     )

@@ -86,7 +86,7 @@ MISTAKES = [
         ["train", "--config", "trl.yaml"],
         "config file trl.yaml: num_train_epochs, output_dir, report_to are keys of TRL",
     ),
-    (["serve", QUICKSTART, "--device", "gpu"], "--device gpu: this machine has no GPU"),
+    (["serve", QUICKSTART, "--device", "gpu"], "--device gpu: no GPU was found on this machine"),
     (["train", "--config", "missing.yaml"], "config file missing.yaml: No such file or directory"),
     (["train", "--config", "empty"], "config file empty: Is a directory"),
     (["train", "--config", "tabs.yaml"], "config file tabs.yaml, line 2 is indented with a tab"),

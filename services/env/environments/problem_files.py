@@ -30,7 +30,7 @@ def _check(path: Path, hint: str) -> None:
         raise ConfigError(f"data file {path}: {error.strerror}", hint) from error
     if wanted is not None and found is not None and found != wanted:
         raise ConfigError(
-            f"data file {path} has changed: its digest is {found[:16]}, at the service's start {wanted[:16]}",
+            f"data file {path} has changed: its digest is {found[:16]}, it was {wanted[:16]} when the service started",
             "restore the file, or start a new run",
         )
 
