@@ -44,7 +44,7 @@ def volley(*arguments: str, variables: Mapping[str, str] | None = None) -> subpr
         (["train", "--config", CONFIG, "model.path=./missing"], "model.path missing"),
         (["train", "--config", CONFIG, "data.train=/dev/zero"], "data.train=/dev/zero: is a device, not a file"),
         (["train", "--config", CONFIG, "data.mixture.sokobann=1"], "data.mixture=sokobann: there is no such"),
-        (["tinker", "configs/models/quickstart", "--device", "tpu"], "--device tpu: this machine has no TPU"),
+        (["tinker", "configs/models/quickstart", "--device", "tpu"], "--device tpu: no TPU was found on this machine"),
         (["up", "trainer.max_steps=3"], "neither a run's folder nor --config"),
         (["up", "/missing"], "/missing: no such folder"),
         (["up", "configs"], "its run.json is missing"),
