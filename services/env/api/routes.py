@@ -13,13 +13,13 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
 from services.env.api.answers import (
-    DemonstrationsAnswer,
-    TaskCount,
     CreatedEpisode,
-    TaskName,
-    ProgramStateAnswer,
     DemonstrationAnswer,
+    DemonstrationsAnswer,
+    ProgramStateAnswer,
     StepAnswer,
+    TaskCount,
+    TaskName,
     created,
     shown,
     stepped,
@@ -118,7 +118,9 @@ async def run_program(request: Request, episode_id: str) -> Response:
     return respond(request, asdict(state_of(request).episodes.run(episode_id, body.request_id, address)), 202)
 
 
-@router.get("/episodes/{episode_id}/run", tags=["episodes"], openapi_extra=declares(query=RunQuery, answer=ProgramStateAnswer))
+@router.get(
+    "/episodes/{episode_id}/run", tags=["episodes"], openapi_extra=declares(query=RunQuery, answer=ProgramStateAnswer)
+)
 async def show_program(request: Request, episode_id: str) -> Response:
     """Show the state of the program, when it has ended or after `wait_s`."""
     query = await read(request, RunQuery)
@@ -162,7 +164,9 @@ async def demonstrate(request: Request, env: EnvName) -> Response:
     return respond(request, shown(await _backend(request, env).demonstration(body.split, body.index)))
 
 
-@router.post("/{env}/demonstrations", tags=["tasks"], openapi_extra=declares(body=TasksBody, answer=DemonstrationsAnswer))
+@router.post(
+    "/{env}/demonstrations", tags=["tasks"], openapi_extra=declares(body=TasksBody, answer=DemonstrationsAnswer)
+)
 async def demonstrate_all(request: Request, env: EnvName) -> Response:
     """Show demonstrations of several tasks, in the order of the indices; all or none."""
     body, backend = await read(request, TasksBody), _backend(request, env)
