@@ -20,7 +20,7 @@ from volley.reporting.intervals import success_rates
 from volley_dashboard.report import closing
 
 GALLERY, README = PROJECT / "docs" / "recipes.md", PROJECT / "README.md"
-FEATURED = ("frozen_lake", "sokoban", "short_sentences")
+FEATURED = ("frozen_lake", "short_sentences")
 """Recipes whose curves README shows beside each other."""
 LONG_S = 45 * 60.0
 _COLORS = ("#1b6ca8", "#c65d21", "#2e8b57", "#8e4585")
