@@ -16,24 +16,28 @@ import pytest
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import params_of
+from services.trainer.settings import TokenLimits
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
 from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
+from shared.config import load as load_config
 from shared.errors import ConfigError, NonFinite, ServiceUnreachable
 from shared.models.chat import ChatTokenizer
 from shared.process.sinks import MetricsFanout
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 from volley_supervised.conversations.data import DataSettings, load
-from volley_supervised.conversations.dataset import Example, tokenized
+from volley_supervised.conversations.dataset import Example, digest, tokenized
 from volley_supervised.conversations.demonstrations import as_records, fetch
 from volley_supervised.learner import steps
 from volley_supervised.learner.steps import SupervisedOptions
 from volley_supervised.metrics import SupervisedMetrics
-from volley_supervised.trainer.warm_start import ExampleSteps, WarmStart
+from volley_supervised.options import supervised_options
+from volley_supervised.trainer.warm_start import ExampleSteps, WarmStart, received
 
-TOKENIZER = ChatTokenizer(Path(__file__).parents[4] / "configs/models/tiny")
+ROOT = Path(__file__).parents[4]
+TOKENIZER = ChatTokenizer(ROOT / "configs/models/tiny")
 TALK = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}, {"role": "user", "content": "ok"}]
 TALK = [*TALK, {"role": "assistant", "content": "Up"}]
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 12, 0.9, 0.95, 0.0, 1.0)
@@ -97,7 +101,7 @@ def test_what_the_assistant_says_and_its_end_are_trained():
 
 
 def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_with(tmp_path: Path):
-    folder = shutil.copytree(Path(__file__).parents[4] / "configs/models/tiny", tmp_path / "model")
+    folder = shutil.copytree(ROOT / "configs/models/tiny", tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     told = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     settings["chat_template"] = told + settings["chat_template"]
@@ -131,6 +135,18 @@ def test_it_learns_and_is_deterministic():
         assert not np.array_equal(trained["final_norm.w"], before["final_norm.w"])
     assert runs[0] == runs[1]
     assert runs[0][-1] < 0.5 * runs[0][0]
+
+
+def test_another_process_trains_on_the_same_examples():
+    config = load_config([ROOT / "configs/quickstart.yaml"], ["sft.batch_size=4"]).config
+    rows, tokens = (
+        sequences(TOKENIZER, [DemonstrationReply(TALK), DemonstrationReply(TALK[:2])], 64),
+        TokenLimits(512, 0),
+    )
+    options = supervised_options(config, tokens)
+    theirs = received(config, tokens, ExampleSteps(rows, options).to_wire())
+    assert theirs.options == options
+    assert digest([theirs.examples]) == digest([rows])
 
 
 class Steps:
