@@ -143,10 +143,11 @@ async def test_a_browser_keeps_the_files_of_the_page_until_they_change(page: htt
         assert (found.status_code, found.headers["cache-control"]) == (200, "max-age=31536000, immutable")
     old = await page.get("/static/0123456789abcdef/app.js")
     assert (old.status_code, "immutable" in old.headers.get("cache-control", "")) == (404, False)
-    (tmp_path / "index.html").write_text('<script src="/static/a.js">', encoding="utf-8")
-    before = PageFiles(tmp_path).digest
-    (tmp_path / "a.js").write_text("1", encoding="utf-8")
-    assert PageFiles(tmp_path).digest != before
+    (files := tmp_path / "files").mkdir()
+    (files / "index.html").write_text('<script src="/static/a.js">', encoding="utf-8")
+    before = PageFiles(files).digest
+    (files / "a.js").write_text("1", encoding="utf-8")
+    assert PageFiles(files).digest != before
 
 
 async def test_a_run_is_shown_with_its_curves_and_ledger(page: httpx.AsyncClient) -> None:
