@@ -270,12 +270,12 @@ def exported(arguments: dict[str, Any], _arrays: Arrays) -> Arrays:
 def gguf(arguments: dict[str, Any], _arrays: Arrays) -> Arrays:
     """Log-probabilities under a GGUF file, with `rounded` weights in bfloat16, and token ids of texts.
 
-    The package gguf is the one of the folder `packages`.
+    The package gguf is the one of the folder `packages`; `config` has what transformers does not read from the file.
     """
     if arguments["packages"] not in sys.path:
         sys.path.append(arguments["packages"])
     file, found = Path(arguments["file"]), Arrays()
-    model = load(str(file.parent), gguf_file=file.name).eval()
+    model = load(str(file.parent), gguf_file=file.name, **arguments["config"]).eval()
     with torch.no_grad():
         for parameter in model.parameters() if arguments["rounded"] else ():
             parameter.copy_(parameter.to(torch.bfloat16))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shared.errors import ConfigError
 from shared.models.config import CONFIG, ModelConfig
@@ -63,19 +63,12 @@ def _from_gguf(file: Path, folder: Path) -> None:
     """Raises VolleyError, also for a file that is no model."""
     if not file.is_file():
         raise ConfigError(f"{file} is no file", "name a GGUF file of this machine")
-    _run("gguf", f"converting {file.name}", str(file), folder)
-    if note := note_of(file.name):
-        print_lines(note)
+    made = _run("gguf", f"converting {file.name}", str(file), folder)
+    if kinds := made["quantizations"]:
+        print_lines(f"{file.name} has quantized weights ({', '.join(kinds)}), which are now bfloat16")
 
 
-def note_of(file: str) -> str:
-    """Note on a GGUF file whose name says that its weights are quantized; empty for any other."""
-    name = Path(file).name
-    bits = re.search(r"[-._]I?Q([1-8])(_\w+)?\.gguf$", name, re.IGNORECASE)
-    return f"{name} has {bits[1]}-bit weights, converted to bfloat16" if bits else ""
-
-
-def _run(module: str, what: str, source: str, folder: Path) -> None:
-    """Run a program of this package in the trainer's environment. Raises its VolleyError."""
+def _run(module: str, what: str, source: str, folder: Path) -> dict[str, Any]:
+    """Run a program of this package in the trainer's environment; return its result. Raises its VolleyError."""
     with working(what):
-        trainer_program.run(f"volley_convert.{module}", [source, str(folder)], variables_of("trainer", cpu=True))
+        return trainer_program.run(f"volley_convert.{module}", [source, str(folder)], variables_of("trainer", cpu=True))

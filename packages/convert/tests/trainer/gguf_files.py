@@ -13,6 +13,7 @@ import numpy as np
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from shared.models.names import of_expert
 from tests.support.models import Weights
 
 WORDS = (
@@ -139,6 +140,10 @@ def fields_of_model(architecture: str, config: Mapping[str, Any]) -> dict[str, A
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
         "rope.freq_base": "rope_theta",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
     found = {f"{architecture}.{key}": config[name] for key, name in keys.items() if config.get(name) is not None}
     if architecture == "llama":
@@ -173,23 +178,31 @@ def write(
 
 
 def tensors(architecture: str, config: Mapping[str, Any], weights: Weights) -> Weights:
-    """Tensors by GGUF's names, as llama.cpp's converter changes them (its `permute`, norms with their 1)."""
+    """Tensors by GGUF's names, as llama.cpp's converter changes them.
+
+    It has a `permute` of Llama's heads, norms with their 1, and stacked experts.
+    """
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    found = Weights()
+    found, stacks = Weights(), dict[str, list[np.ndarray]]()
     for name, value in weights.items():
         module, _, suffix = name.rpartition(".")
+        if expert := of_expert(name):
+            stacks.setdefault(f"{names.get_name(expert[0].removesuffix('.weight'))}.weight", []).append(value)
+            continue
+        if module.endswith("shared_expert_gate"):
+            value = value[0]
         if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
             value = value.reshape(heads, 2, len(value) // heads // 2, -1).swapaxes(1, 2).reshape(value.shape)
         if architecture.startswith("gemma") and module.endswith("norm"):
             value = value + 1
         found[f"{names.get_name(module)}.{suffix}"] = value
-    return found
+    return found | {name: np.stack(values) for name, values in stacks.items()}
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, value: np.ndarray, kind: str) -> None:
-    if value.ndim == 1 or kind == "F32":
+    if value.ndim == 1 or kind == "F32" or name.endswith("ffn_gate_inp.weight"):
         writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
     elif kind == "F16":
         writer.add_tensor(name, value.astype(np.float16))

@@ -41,16 +41,22 @@ GEMMA = SIZES | {
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
 }
+EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 128}
+SHARED = {"shared_expert_intermediate_size": 512, "head_dim": 64}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (SIZES | {"model_type": "llama", "head_dim": 64}, gguf_files.fields_of_pieces(prefix=True)),
     "qwen2": (SIZES | {"model_type": "qwen2", "head_dim": 64}, gguf_files.fields_of_byte_level("qwen2")),
     "qwen3": (SIZES | {"model_type": "qwen3", "head_dim": 128}, gguf_files.fields_of_byte_level("qwen2")),
+    "qwen2moe": (EXPERTS | SHARED | {"model_type": "qwen2_moe"}, gguf_files.fields_of_byte_level("qwen2")),
+    "qwen3moe": (EXPERTS | {"model_type": "qwen3_moe"}, gguf_files.fields_of_byte_level("qwen2")),
     "gemma2": (GEMMA | {"model_type": "gemma2", "rope_theta": 1e4}, gguf_files.fields_of_pieces(prefix=False)),
     "gemma3": (GEMMA | {"model_type": "gemma3_text"}, gguf_files.fields_of_pieces(prefix=False)),
 }
 """config.json and tokenizer by architecture; transformers takes the head_dim of Gemma and Qwen3 for granted."""
 
-SHORT = [("llama", "F32"), ("qwen2", "Q4_K"), ("qwen3", "F16"), ("gemma3", "Q8_0")]
+UNREAD = ("moe_intermediate_size", "shared_expert_intermediate_size")
+"""Sizes that transformers does not read from every file."""
+SHORT = [("llama", "F32"), ("qwen2", "Q4_K"), ("qwen3", "F16"), ("qwen2moe", "Q8_0"), ("gemma3", "Q8_0")]
 
 
 def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
@@ -88,7 +94,8 @@ def test_a_file_is_read_as_transformers_reads_it(
 ) -> None:
     """Token ids, and log-probabilities of the trainer in float32."""
     file, weights = write(tmp_path / "m.gguf", architecture, kind)
-    convert(file, folder := tmp_path / "hf")
+    quantizations = convert(file, folder := tmp_path / "hf")
+    assert quantizations == ([] if kind[0] == "F" else [kind])
     found = load_file(folder / "model.safetensors")
     assert found.keys() == weights.keys()
     assert {value.dtype.name for value in found.values()} == {"float32" if kind[0] == "F" else "bfloat16"}
@@ -98,6 +105,7 @@ def test_a_file_is_read_as_transformers_reads_it(
         "gguf",
         packages=packages,
         file=str(file),
+        config={key: value for key, value in config_of(architecture).items() if key in UNREAD},
         rounded=kind[0] == "Q",
         ids=IDS.tolist(),
         texts=gguf_files.TEXTS,
@@ -210,6 +218,7 @@ def test_a_cut_file_is_refused(share: float, tmp_path: Path, capsys: pytest.Capt
     ("changes", "said"),
     [
         ({"general.architecture": "falcon"}, "a model of the architecture 'falcon'"),
+        ({"qwen2.expert_count": 8}, "a qwen2 model with experts, such as Mixtral"),
         ({"split.count": 3, "split.no": 0}, "is one of 3 parts of a model"),
         ({"general.type": "adapter"}, "general.type is 'adapter'"),
         ({"qwen2.block_count": 1}, "has a tensor blk.1."),

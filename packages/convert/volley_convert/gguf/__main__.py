@@ -24,11 +24,11 @@ def main(arguments: list[str]) -> int:
     from volley_convert.gguf.conversion import convert
 
     try:
-        convert(Path(arguments[0]), Path(arguments[1]))
+        quantizations = convert(Path(arguments[0]), Path(arguments[1]))
     except VolleyError as error:
         _print_json(problem(error))
         return 2
-    _print_json({"ok": True})
+    _print_json({"ok": True, "quantizations": quantizations})
     return 0
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from shared.errors import ConfigError
 from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
-from shared.models.names import from_hf, hf_name
+from shared.models.names import from_hf, hf_name, in_files, is_experts
 from shared.models.parameters import parameters
 from shared.models.weight_files import WEIGHTS
 from volley_convert.gguf.metadata import Metadata, config_of, generation_of, token_ids
@@ -31,8 +31,8 @@ _FACTORS = "rope_freqs.weight"
 _AGAIN = "it is damaged, or its download was cut off: download it again"
 
 
-def convert(file: Path, folder: Path) -> None:
-    """Write the folder. Raises ConfigError for a damaged or unsupported file."""
+def convert(file: Path, folder: Path) -> list[str]:
+    """Write the folder; return the names of quantizations. Raises ConfigError for a damaged or unsupported file."""
     reader = _opened(file)
     metadata = Metadata.read(reader, file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -60,6 +60,7 @@ def convert(file: Path, folder: Path) -> None:
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
     if template := metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return sorted({one.tensor_type.name for one in tensors.values()} - {"F32", "F16", "BF16"})
 
 
 def _opened(file: Path) -> Any:
@@ -102,7 +103,8 @@ def weights_of(tensors: Mapping[str, Any], model: ModelConfig, metadata: Metadat
             from_hf(leaf, value, described.shape)
         except ValueError as error:
             raise ConfigError(f"{metadata.file}: {error}", "its metadata and its tensors do not fit") from error
-        found[name] = np.ascontiguousarray(value).astype(dtype)
+        value = np.ascontiguousarray(value).astype(dtype)
+        found |= dict(zip(in_files(name, len(value)), value, strict=True)) if is_experts(leaf) else {name: value}
     if left:
         raise ConfigError(
             f"{metadata.file} has a tensor {min(left)} that no {model.family.title} model has", "it cannot be converted"
@@ -116,12 +118,14 @@ def _array(tensor: Any) -> np.ndarray:
 
 
 def _as_trained(leaf: str, value: np.ndarray, model: ModelConfig, *, interleaved: bool) -> np.ndarray:
-    """Undo the changes of llama.cpp's converter: norms that include their 1, and Llama's turned pairs side by side."""
+    """Undo the changes of llama.cpp's converter: norms that include their 1, Llama's turned pairs, a lost dimension."""
     if model.family.norms_add_one and leaf.endswith("norm.w"):
         return value - 1
     if interleaved and leaf.endswith(("attn.q_proj.w", "attn.k_proj.w")):
         heads = model.num_attention_heads if leaf.endswith("q_proj.w") else model.num_key_value_heads
         return unpermuted(value, heads)
+    if leaf.endswith("shared_expert_gate.kernel"):
+        return value.reshape(1, -1)
     return value
 
 

@@ -12,13 +12,15 @@ import numpy as np
 
 from shared.errors import ConfigError
 from shared.models.families import families
-from shared.models.family import FULL, SLIDING
+from shared.models.family import FULL, SLIDING, Family
 from shared.models.rope import Llama3Scaling, frequencies
 
 MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
@@ -36,6 +38,12 @@ _OPTIONAL = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _UNREAD = ("attention.scale", "attention.clamp_kqv", "logit_scale", "residual_scale", "embedding_scale")
 """Keys that change the computation, of architectures that are not converted."""
@@ -119,6 +127,7 @@ def config_of(metadata: Metadata, *, tied: bool, factors: np.ndarray | None = No
         "hidden_act": family.activation,
         **family.written,
         **_of_attention(metadata, sizes, head_dim),
+        **_of_experts(metadata, family),
         **token_ids(metadata),
     }
     scaling = metadata.own("rope.scaling.type", "none")
@@ -137,6 +146,20 @@ def _of_attention(metadata: Metadata, sizes: Mapping[str, int], head_dim: int) -
     if isinstance(pattern, list):
         return {"query_pre_attn_scalar": scalar, "layer_types": [SLIDING if one else FULL for one in pattern]}
     return {"query_pre_attn_scalar": scalar} | ({"sliding_window_pattern": pattern} if pattern else {})
+
+
+def _of_experts(metadata: Metadata, family: Family) -> dict[str, Any]:
+    """Sizes of the experts. llama.cpp makes the weights of the chosen ones add up to 1 for Qwen3-MoE alone."""
+    if family.experts is None:
+        if metadata.own("expert_count"):
+            raise ConfigError(
+                f"{metadata.file} holds a {metadata.architecture} model with experts, such as Mixtral",
+                "with experts, qwen2moe and qwen3moe are converted",
+            )
+        return {}
+    prefix = metadata.architecture
+    sizes = {name: metadata.of(f"{prefix}.{key}") for key, name in _EXPERTS.items() if name in family.experts}
+    return sizes | {"norm_topk_prob": prefix == "qwen3moe"}
 
 
 def _llama3(metadata: Metadata, config: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
