@@ -23,6 +23,7 @@ ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib
 WORKDIR /app
 COPY pyproject.toml uv.lock ./
 COPY configs configs
+COPY recipes recipes
 COPY docker docker
 COPY shared shared
 COPY services services

@@ -24,6 +24,7 @@ ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib JAX_COMPILATION_CACH
 WORKDIR /app
 COPY pyproject.toml uv.lock ./
 COPY configs configs
+COPY recipes recipes
 COPY docker docker
 COPY shared shared
 COPY services services

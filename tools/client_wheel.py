@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +27,30 @@ from volley.layout import PROJECT
 from volley_python import client
 
 PACKAGE = "volley_client"
-_ROOTS = ("shared", "volley", "volley_dashboard", "volley_python")
 _ENTRY = "volley_python.client"
 _PART = "volley_dashboard.trajectories.archived"
 _GROUP = re.compile(r'"volley\.([a-z_]+)"')
 """Groups of entry points, renamed too: the wheel may be installed beside Volley's."""
+
+
+def _entry_points() -> Mapping[str, Mapping[str, str]]:
+    """Entry points that the client needs, by group: trajectories, and what every package adds to a configuration."""
+    found: dict[str, dict[str, str]] = {"sections": {}, "keys": {}, "parts": {}}
+    for file in sorted(PROJECT.glob("packages/*/pyproject.toml")):
+        groups = tomllib.loads(file.read_text(encoding="utf-8"))["project"].get("entry-points", {})
+        for group, points in found.items():
+            points |= groups.get(f"volley.{group}", {})
+    modules = {_PART, *map(_module, (*found["sections"].values(), *found["keys"].values()))}
+    return {**found, "parts": {name: point for name, point in found["parts"].items() if _module(point) in modules}}
+
+
+def _module(point: str) -> str:
+    return point.partition(":")[0]
+
+
+_POINTS = _entry_points()
+_ADDED = frozenset(_module(point) for points in _POINTS.values() for point in points.values())
+_ROOTS = tuple(sorted({"shared", "volley", "volley_python", *(module.partition(".")[0] for module in _ADDED)}))
 _IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join(_ROOTS)})\b", re.MULTILINE)
 _ON_DEMAND = {"huggingface_hub", "httpx", "pandas", "polars", "pyarrow", "pydantic_core", "starlette"}
 """Imported by methods that say what to install, in tests and services only, or part of another dependency."""
@@ -104,7 +123,7 @@ def _reached() -> set[str]:
     for module in _REPLACED:
         for imported in graph.find_modules_directly_imported_by(module):
             graph.remove_import(importer=module, imported=imported)
-    start = {module for module in graph.modules if f"{module}.".startswith(f"{_ENTRY}.")} | {_PART}
+    start = {module for module in graph.modules if f"{module}.".startswith(f"{_ENTRY}.")} | _ADDED
     found = start.union(*(graph.find_upstream_modules(module) for module in start))
     return found | {module.rsplit(".", n)[0] for module in found for n in range(1, module.count(".") + 1)}
 
@@ -158,6 +177,7 @@ def _normal(name: str) -> str:
 def _description(project: dict[str, object], needed: Iterable[str], extra: Iterable[str]) -> str:
     bounds = {_normal(re.split(r"[^\w.-]", one)[0]): one for one in project["dependencies"]}  # type: ignore[attr-defined]
     lines, more = ("".join(f'  "{bounds.get(name, name)}",\n' for name in some) for some in (needed, extra))
+    points = "\n".join(_table(group, those) for group, those in _POINTS.items())
     return f"""[project]
 name = "volley-rl-client"
 version = "{project["version"]}"
@@ -172,9 +192,7 @@ dependencies = [
 full = [
 {more}]
 
-[project.entry-points."{PACKAGE}.parts"]
-trajectories = "{PACKAGE}.{_PART}:ArchivedEpisodes"
-
+{points}
 [build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -182,6 +200,11 @@ build-backend = "hatchling.build"
 [tool.hatch.build.targets.wheel]
 packages = ["{PACKAGE}"]
 """
+
+
+def _table(group: str, points: Mapping[str, str]) -> str:
+    lines = [f'"{name}" = "{PACKAGE}.{point}"\n' for name, point in points.items()]
+    return f'[project.entry-points."{PACKAGE}.{group}"]\n{"".join(lines)}'
 
 
 if __name__ == "__main__":

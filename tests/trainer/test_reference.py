@@ -13,10 +13,9 @@ from services.trainer.learner.scoring import Reference, objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models.family import make_mesh
 from tests.support import models
-from tests.trainer import test_policy, test_supervised
+from tests.trainer import test_policy
 from tests.trainer.support import model_of
 from volley_supervised.learner.imitation import supervised_loss
-from volley_supervised.learner.objectives import Preferences, UpdateOptions
 
 OPTIONS, START, WEIGHTS = test_policy.OPTIONS, test_policy.START, test_policy.WEIGHTS
 LATER = models.random_weights(test_policy.CONFIG_1, seed=7)
@@ -57,13 +56,3 @@ def test_steps_are_bit_by_bit_those_with_it_on_the_devices(later: bool) -> None:
     assert second[0] == second[1]
     assert second[0]["kl"] != 0
     assert ones[0].checksum() == ones[1].checksum()
-
-
-def test_preferences_are_learned_bit_by_bit_as_with_it_on_the_devices() -> None:
-    pairs, told = test_supervised.examples(3, width=2, seed=3), []
-    for offload in (False, True):
-        model = model_of(test_supervised.WEIGHTS, test_supervised.SMALL)
-        options = UpdateOptions(6, test_supervised.LAYOUT, test_supervised.OPTIMIZER)
-        preferences = Preferences(model, options, 0.1, None, offload=offload)
-        told.append([preferences.update(pairs), preferences.update(pairs), preferences.evaluate(pairs)])
-    assert told[0] == told[1]

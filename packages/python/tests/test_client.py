@@ -88,13 +88,20 @@ from volley_client.volley_python.submissions import source, waiting
 client = Client(sys.argv[1])
 found = client.trajectories(step_min=5, reward_min=1)
 ticket = client.ticket(found.rows[0]["ticket"])
+if sys.argv[2] == "with":  # whatever packages add to a configuration
+    from volley_client.shared import config
+
+    modes = [config.load([path]).config.mode for path in sys.argv[3:]]
+    assert modes == ["rl", "sft"], modes
 print(client.summary()["state"], len(client.steps()), len(found), len(ticket["trajectories"]))
 print({"services", "shared", "volley", "volley_dashboard"} & {name.partition(".")[0] for name in sys.modules})
 """
+    configurations = [PROJECT / "configs" / "quickstart.yaml", tmp_path / "sft.yaml"]
+    configurations[1].write_text("mode: sft\nsft: {train: [talks.jsonl]}\nmodel: {path: m}\n", encoding="utf-8")
     variables = {"PYTHONPATH": str(tmp_path / "site"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for extra in ("with", "without"):
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code, str(run), extra],
+            [sys.executable, "-P", "-c", code, str(run), extra, *map(str, configurations)],
             cwd=tmp_path,
             env={**os.environ, **variables},
             capture_output=True,

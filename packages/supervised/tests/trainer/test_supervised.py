@@ -416,3 +416,13 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     await run.run()
     assert waits[:3] == [None, None, "no space left on disk"]
     assert run.newest().state.step == 7
+
+
+def test_preferences_are_learned_alike_with_the_reference_in_the_hosts_memory() -> None:
+    pairs, results = examples(3, width=2, seed=3), []
+    for offload in (False, True):
+        model = model_of(WEIGHTS, SMALL)
+        options = UpdateOptions(6, LAYOUT, OPTIMIZER)
+        preferences = Preferences(model, options, 0.1, None, offload=offload)
+        results.append([preferences.update(pairs), preferences.update(pairs), preferences.evaluate(pairs)])
+    assert results[0] == results[1]
