@@ -7,20 +7,23 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from shared import config
 from shared.errors import ConfigError
-from tools.recipes import pages, records
+from shared.run.folder import RunFolder
+from tools.recipes import pages, records, training
 from tools.recipes.__main__ import main
-from tools.recipes.records import RECIPES, RecipeResult, RecipeRun
-from tools.recipes.training import commands
+from tools.recipes.records import RECIPES, Recipe, RecipeRun, RecipeSummary
+from tools.recipes.training import commands, trained
 from volley.__main__ import parser
 from volley.layout import PROJECT
 from volley.reporting.intervals import wilson
+from volley.runs.run_file import RunRecord, write_record
 
 NAMES = records.names()
 SHORT = (("frozen_lake", "0"),)
@@ -30,6 +33,10 @@ SHORT = (("frozen_lake", "0"),)
 def run(label: str = "grpo", seed: int = 0, before: float = 0.25, after: float = 0.9, tasks: int = 200) -> RecipeRun:
     evaluations = ((0, before, tasks), (8, (before + after) / 2, tasks), (16, after, tasks))
     return RecipeRun(label, seed, 16, 256, 1000, evaluations, {}, 0.0, 60.0, 110.0, 1.6, 2.0)
+
+
+def committed(*runs: RecipeRun) -> RecipeSummary:
+    return RecipeSummary("", "", {}, {}, records.results(runs), runs)
 
 
 def test_one_run_has_the_interval_of_its_evaluation() -> None:
@@ -46,17 +53,37 @@ def test_equal_runs_keep_the_width_of_one_evaluation() -> None:
     assert records.interval([0.9, 0.9, 0.9], 200) == wilson(180, 200)
 
 
-@pytest.mark.parametrize(("after", "agrees"), [(0.9, True), (0.84, True), (0.79, False), (0.99, False)])
+def test_the_mean_of_several_further_runs_has_a_narrower_interval() -> None:
+    low, high = records.interval([0.5, 0.6, 0.7], 1_000_000, 3)
+    half = 4.303 * 0.1 * (2 / 3) ** 0.5
+    assert (low, high) == (pytest.approx(0.6 - half, abs=1e-3), pytest.approx(0.6 + half, abs=1e-3))
+    assert records.interval([0.9, 0.9, 0.9], 200, 3) == wilson(540, 600)
+
+
+@pytest.mark.parametrize(("after", "agrees"), [(0.9, True), (0.86, True), (0.8, False), (0.99, False)])
 def test_a_repeated_run_is_compared_with_the_interval(after: float, agrees: bool) -> None:
-    (line,), found = records.compared({"grpo": RecipeResult(0.25, 0.9, 0.8, 0.95)}, [run(after=after)])
+    (line,), found = records.compared(committed(run()), [run(after=after)])
     assert found is agrees
     assert ("agrees with" in line, "DIFFERS from" in line) == (agrees, not agrees)
 
 
 def test_the_mean_over_seeds_is_compared() -> None:
-    committed = {"grpo": RecipeResult(0.25, 0.9, 0.8, 0.95)}
-    _, agrees = records.compared(committed, [run(seed=0, after=0.78), run(seed=1, after=0.94)])
-    assert agrees
+    known = committed(run())
+    assert not records.compared(known, [run(after=0.84)])[1]
+    assert records.compared(known, [run(after=0.84), run(seed=1, after=0.94)])[1]
+    assert not records.compared(known, [run(seed=seed, after=0.86) for seed in range(12)])[1]
+
+
+def test_a_missing_evaluation_is_a_difference() -> None:
+    (line,), agree = records.compared(committed(run()), [replace(run(), evaluations=())])
+    assert not agree
+    assert "DIFFERS from" in line
+
+
+def test_an_interval_that_contains_the_start_is_noted() -> None:
+    (_, note), agree = records.compared(committed(run(after=0.3)), [run(after=0.3)])
+    assert agree
+    assert note.startswith("note: grpo would agree without training")
 
 
 def test_supervised_runs_have_no_result() -> None:
@@ -69,15 +96,130 @@ def test_the_exit_code_says_whether_finished_runs_agree(
     after: float | None, made_with: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs of another configuration are refused, and none is trained again."""
-    committed = records.read("frozen_lake")
-    known = committed.digest if made_with == "now" else made_with
-    figures = asdict(run(after=after or committed.results["grpo"].after))
-    (tmp_path / "frozen_lake-grpo-0.json").write_text(json.dumps({"digest": known, **figures}), encoding="utf-8")
+    known = records.read("frozen_lake")
+    digest = known.digest if made_with == "now" else made_with
+    figures = asdict(run(after=after or known.results["grpo"].after))
+    (tmp_path / "frozen_lake-grpo-0.json").write_text(json.dumps({"digest": digest, **figures}), encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
         main(["frozen_lake", "--seeds", "0", "--dir", str(tmp_path)])
     assert ended.value.code == code
     said = capsys.readouterr()
     assert {0: "agrees with", 1: "DIFFERS from", 2: "another recipe"}[code] in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--seeds 0 1 0", "each once"),
+        ("--seeds 0 1 2 3 4 5 6 7 8 9 10", "up to 10"),
+        ("--write --seeds 2 1 0", "in order"),
+        ("--write --seeds 0", "in order"),
+    ],
+)
+def test_seeds_are_refused_before_training(
+    arguments: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["frozen_lake", *arguments.split(), "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_recipe_has_ten_seeds_at_most() -> None:
+    with pytest.raises(ValidationError, match="at most 10"):
+        Recipe(title="", shows="", seeds=tuple(range(11)), runs={"a": "train"})
+
+
+def test_figures_of_another_configuration_are_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "digest", lambda _: "another")
+    with pytest.raises(SystemExit) as ended:
+        main(["frozen_lake", "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "renew them with --write" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_digest_covers_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "PROJECT", tmp_path)
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("model: {path: models/a, name: models}", encoding="utf-8")
+    recipe = Recipe(title="", shows="", seeds=(0,), runs={"a": "train --config config.yaml"})
+    digests = {records.digest(recipe)}
+    for text in ("1", "2"):
+        (tmp_path / "models" / "a" / "config.json").write_text(text, encoding="utf-8")
+        digests.add(records.digest(recipe))
+    assert len(digests) == 3
+    (tmp_path / "models" / "other").write_text("", encoding="utf-8")
+    assert records.digest(recipe) in digests
+
+
+_USAGE = ("cpu_seconds", "memory_gb", "load")
+
+
+class Program:
+    """`trained` with a program in place of `volley`, which fails `verify` while `refuses`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.recipe = folder, records.load("frozen_lake")
+        self.run = folder / "frozen_lake-grpo-0"
+        self.trainings, self.refuses = 0, True
+        monkeypatch.setattr(training, "_watched", self._train)
+        monkeypatch.setattr(training, "_proven", self._verify)
+
+    def __call__(self, *, whole: bool = False) -> list[RecipeRun]:
+        return list(trained("frozen_lake", self.recipe, [0], self.folder, whole=whole))
+
+    def begin(self, *, finished: bool = False) -> None:
+        self.run.mkdir(exist_ok=True)
+        write_record(RunFolder(self.run), RunRecord("", 0, {}, {}, 0.0, 1.0, finished))
+
+    def _train(self, _: list[str]) -> dict[str, float]:
+        self.trainings += 1
+        self.begin(finished=True)
+        return {"cpu_seconds": 110.0, "memory_gb": 1.6, "load": 2.0}
+
+    def _verify(self, _: RunFolder, label: str, seed: int) -> dict[str, object]:
+        if self.refuses:
+            raise SystemExit(1)
+        return {key: value for key, value in asdict(run(label, seed)).items() if key not in _USAGE}
+
+
+def test_a_run_whose_verification_failed_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(tmp_path, monkeypatch)
+    with pytest.raises(SystemExit):
+        program()
+    program.refuses = False
+    assert program(whole=True) == program() == [run()]
+    assert program.trainings == 1
+
+
+def test_a_finished_run_without_usage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(tmp_path, monkeypatch)
+    program.begin(finished=True)
+    with pytest.raises(ConfigError, match="was not measured"):
+        program()
+    assert program.trainings == 0
+
+
+def test_an_interrupted_run_is_compared_but_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(tmp_path, monkeypatch)
+    program.begin()
+    with pytest.raises(ConfigError, match="was interrupted"):
+        program(whole=True)
+    assert program.trainings == 0
+    program.refuses = False
+    assert program() == [run()]
+    with pytest.raises(ConfigError, match="was interrupted"):
+        program(whole=True)
+
+
+def test_one_seed_has_no_interval_over_seeds() -> None:
+    recipe = records.load("frozen_lake")
+    summary = replace(records.read("frozen_lake"), runs=(run(),), results=records.results([run()]))
+    assert "evaluation alone" in pages.figures(recipe.model_copy(update={"seeds": (0,)}), summary)
+    assert "evaluation alone" not in pages.figures(recipe, summary)
 
 
 def test_an_unknown_recipe_is_named() -> None:

@@ -4,8 +4,9 @@ make recipes ARGS="frozen_lake --seeds 0"
 
 A recipe is a folder in `recipes/`: `recipe.yaml` names its `volley` commands and seeds, `summary.json` and `curve.svg`
 hold the results, README.md shows them. A repeated recipe agrees if the mean held-out success of its runs lies in the
-committed interval. `--write` renews the results instead. Figures come from the runs' records; this tool adds CPU
-seconds, memory and the machine's load. A finished run is not trained again: remove `runs/recipes` to start over.
+interval that the committed runs give for the mean of as many. `--write` renews the results instead. Figures come from
+the runs' records; this tool adds CPU seconds, memory and the machine's load. A finished run is not trained again:
+remove `runs/recipes` to start over.
 """
 
 from __future__ import annotations
@@ -45,15 +46,19 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     name, recipe = arguments.name, records.load(arguments.name)
     seeds = tuple(arguments.seeds or recipe.seeds)
-    if arguments.write and set(seeds) != set(recipe.seeds):
-        raise ConfigError("--write needs the recipe's seeds", "leave --seeds out, or change recipe.yaml")
+    if len(set(seeds)) < len(seeds) or len(seeds) > records.MOST_SEEDS:
+        raise ConfigError(f"seeds {', '.join(map(str, seeds))}", f"give up to {records.MOST_SEEDS}, each once")
+    if arguments.write and seeds != recipe.seeds:
+        raise ConfigError("--write needs the recipe's seeds in order", "leave --seeds out, or change recipe.yaml")
     committed = None if arguments.write else records.read(name)
-    runs = tuple(trained(name, recipe, seeds, arguments.dir.absolute()))
+    if committed and committed.digest != records.digest(recipe):
+        raise ConfigError(f"the figures of {name} were made with another configuration", "renew them with --write")
+    runs = tuple(trained(name, recipe, seeds, arguments.dir.absolute(), whole=arguments.write))
     if committed is None:
         last = arguments.dir / f"{name}-{runs[-1].label}-{runs[-1].seed}"
         write(name, recipe, summarize(recipe, runs, last))
         return 0
-    lines, agree = records.compared(committed.results, runs)
+    lines, agree = records.compared(committed, runs)
     print("\n".join(lines))
     return int(not agree)
 

@@ -89,11 +89,12 @@ def _measured(recipe: Recipe, summary: RecipeSummary) -> str:
     machine, seconds = summary.machine, sum(run.seconds for run in summary.runs)
     loads = [round(run.load) for run in summary.runs]
     size = f"{'**Long**: ' * is_long(summary)}{seconds / 60:.0f} minutes"
+    alone = " With one seed, the interval is of its evaluation alone." if len(recipe.seeds) == 1 else ""
     load = f"load {min(loads)} to {max(loads)}" if min(loads) < max(loads) else f"load {loads[0]}"
     return (
         f"Seed{'s' * (len(recipe.seeds) > 1)} {seeds}; {' and '.join(map(str, tasks))} held-out tasks, greedy."
         f" {size} in all on {machine['cores']} cores of {machine['cpu']}, {machine['memory_gb']} GB, {load},"
-        f" {summary.date}. `volley verify` proved every run."
+        f" {summary.date}. `volley verify` proved every run.{alone}"
     )
 
 

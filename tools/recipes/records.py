@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -20,6 +21,7 @@ from volley.reporting.intervals import wilson
 RECIPES = PROJECT / "recipes"
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
+MOST_SEEDS = len(_T_95) + 1
 
 
 class Recipe(BaseModel):
@@ -34,7 +36,7 @@ class Recipe(BaseModel):
     title: str
     shows: str
     prepare: str = ""
-    seeds: tuple[int, ...] = Field(min_length=1)
+    seeds: tuple[int, ...] = Field(min_length=1, max_length=MOST_SEEDS)
     runs: dict[str, str] = Field(min_length=1)
 
 
@@ -129,20 +131,31 @@ def read(name: str) -> RecipeSummary:
 
 
 def digest(recipe: Recipe) -> str:
-    """Return a hash of commands, configurations and the files that these name; comments in YAML do not count."""
+    """Return a hash of commands, configurations and the files and folders of the project that these name.
+
+    Comments in YAML do not count. A folder is found by a path with a slash, such as `configs/models/quickstart`.
+    """
     found: dict[str, Any] = {"runs": recipe.runs}
     waiting = [recipe.prepare, *(word for command in recipe.runs.values() for word in command.split())]
     while waiting:
         word = waiting.pop().rpartition("=")[2]
         path = PROJECT / word
-        if word in found or not path.is_file():
+        if word in found:
             continue
-        if path.suffix == ".yaml":
+        if path.is_file() and path.suffix == ".yaml":
             found[word] = yaml.safe_load(path.read_text(encoding="utf-8"))
             waiting += _texts(found[word])
-        else:
-            found[word] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.is_file():
+            found[word] = _hash(path)
+        elif "/" in word and path.is_dir() and PROJECT in path.resolve().parents:
+            files = [file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc"]
+            found[word] = {str(file.relative_to(path)): _hash(file) for file in files}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _texts(tree: Any) -> Iterator[str]:
@@ -153,29 +166,36 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
-def interval(successes: Sequence[float], tasks: int) -> tuple[float, float]:
-    """Interval in which the success of one further run lies, with 95 % confidence, as shares between 0 and 1.
+def interval(successes: Sequence[float], tasks: int, further: int = 1) -> tuple[float, float]:
+    """Interval in which the mean success of further runs lies, as shares between 0 and 1.
 
-    With several runs, the prediction interval by Student's distribution over the seeds; never narrower than Wilson's
-    interval of one evaluation with the mean success.
+    With several runs, the 95 % prediction interval by Student's distribution over the seeds; never narrower than
+    Wilson's interval of the further runs' evaluations with the mean success. With one run it is Wilson's alone, which
+    does not cover differences between seeds.
 
     Args:
         successes: held-out success of each run, 1 to 10 of them.
         tasks: number of held-out tasks.
+        further: number of further runs.
     """
     mean, n = fmean(successes), len(successes)
-    low, high = wilson(round(mean * tasks), tasks)
-    half = _T_95[n - 2] * stdev(successes) * (1 + 1 / n) ** 0.5 if n > 1 else 0.0
+    low, high = wilson(round(mean * tasks * further), tasks * further)
+    half = _T_95[n - 2] * stdev(successes) * (1 / further + 1 / n) ** 0.5 if n > 1 else 0.0
     return max(0.0, min(low, mean - half)), min(1.0, max(high, mean + half))
 
 
 def results(runs: Sequence[RecipeRun]) -> dict[str, RecipeResult]:
     """Results by label, of the runs that evaluate."""
+    return {label: _result(several) for label, several in _evaluated(runs).items()}
+
+
+def _evaluated(runs: Sequence[RecipeRun]) -> dict[str, list[RecipeRun]]:
+    """Runs that evaluate, by label."""
     found: dict[str, list[RecipeRun]] = {}
     for run in runs:
         if run.evaluations:
             found.setdefault(run.label, []).append(run)
-    return {label: _result(several) for label, several in found.items()}
+    return found
 
 
 def _result(runs: Sequence[RecipeRun]) -> RecipeResult:
@@ -185,14 +205,21 @@ def _result(runs: Sequence[RecipeRun]) -> RecipeResult:
     )
 
 
-def compared(committed: Mapping[str, RecipeResult], runs: Sequence[RecipeRun]) -> tuple[list[str], bool]:
-    """Return a line for each result, and whether all agree with the committed ones."""
-    lines, agree = list[str](), True
-    for label, now in results(runs).items():
-        known = committed[label]
-        inside = known.low <= now.after <= known.high
+def compared(committed: RecipeSummary, runs: Sequence[RecipeRun]) -> tuple[list[str], bool]:
+    """Return lines about each committed result, and whether the mean success of these runs agrees with all of them."""
+    lines, agree, known, new = list[str](), True, _evaluated(committed.runs), _evaluated(runs)
+    for label, result in committed.results.items():
+        if not (several := new.get(label)):
+            lines.append(f"{label}: no held-out success, which DIFFERS from the committed {result.after:.1%}")
+            agree = False
+            continue
+        n, before, after = len(several), fmean(run.before for run in several), fmean(run.after for run in several)
+        low, high = interval([run.after for run in known[label]], min(run.tasks for run in several), n)
+        inside = low <= after <= high
         agree &= inside
         verdict = "agrees with" if inside else "DIFFERS from"
-        was = f"{known.after:.1%} (one more run: {known.low:.1%} to {known.high:.1%})"
-        lines.append(f"{label}: held-out success {now.before:.1%} → {now.after:.1%} {verdict} the committed {was}")
+        was = f"{result.after:.1%} ({'one more run' if n == 1 else f'mean of {n} more runs'}: {low:.1%} to {high:.1%})"
+        lines.append(f"{label}: held-out success {before:.1%} → {after:.1%} {verdict} the committed {was}")
+        if low <= result.before <= high:
+            lines.append(f"note: {label} would agree without training: {result.before:.1%} before it is inside")
     return lines, agree

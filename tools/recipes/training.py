@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,56 +33,79 @@ def commands(name: str, recipe: Recipe, seed: int, folder: Path) -> dict[str, li
     return {label: [*text.format_map(known).split(), *own[label]] for label, text in recipe.runs.items()}
 
 
-def trained(name: str, recipe: Recipe, seeds: Sequence[int], folder: Path) -> Iterator[RecipeRun]:
-    """Train and verify each run, unless it is finished. Raises SystemExit if a command fails."""
+def trained(
+    name: str, recipe: Recipe, seeds: Sequence[int], folder: Path, *, whole: bool = False
+) -> Iterator[RecipeRun]:
+    """Train and verify each run, unless it is finished.
+
+    The file beside a run's folder holds what its training took, and after its verification all its figures. Raises
+    SystemExit if a command fails; ConfigError before all training if a run cannot be used, with `whole` also one whose
+    training was interrupted: what it took covers only its last part.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     made_with = digest(recipe)
+    planned = [
+        (RunFolder(folder / f"{name}-{label}-{seed}"), label, seed, arguments)
+        for seed in seeds
+        for label, arguments in commands(name, recipe, seed, folder).items()
+    ]
+    for run, *_ in planned:
+        _check(run, made_with, whole)
     if recipe.prepare:
         subprocess.run([sys.executable, recipe.prepare, str(_prepared(name, folder))], cwd=PROJECT, check=True)
-    for seed in seeds:
-        for label, arguments in commands(name, recipe, seed, folder).items():
-            run = RunFolder(folder / f"{name}-{label}-{seed}")
-            figures = folder / f"{run.name}.json"
-            if not figures.exists():
-                print(f"volley {' '.join(arguments)}", flush=True)
-                write_json(figures, {"digest": made_with, **_measured(arguments, run, label, seed)})
-            kept = orjson.loads(figures.read_bytes())
-            if kept.pop("digest") != made_with:
-                raise ConfigError(f"{run.path} was trained with another recipe", f"remove {figures} and the run")
-            yield _RUN.validate_python(kept)
+    for run, label, seed, arguments in planned:
+        file = _figures(run)
+        if not file.exists():
+            print(f"volley {' '.join(arguments)}", flush=True)
+            known = {"digest": made_with, "whole": not run.path.exists()}
+            write_json(file, known | _watched(["-m", "volley", *arguments]))
+        kept = orjson.loads(file.read_bytes())
+        if "label" not in kept:
+            kept |= _proven(run, label, seed)
+            write_json(file, kept)
+        yield _RUN.validate_python(kept)
+
+
+def _figures(run: RunFolder) -> Path:
+    return run.path.with_name(f"{run.name}.json")
+
+
+def _check(run: RunFolder, made_with: str, whole: bool) -> None:
+    """Raises ConfigError if the run was trained with another recipe, or what it took is unknown."""
+    file, record = _figures(run), read_record(run)
+    kept = orjson.loads(file.read_bytes()) if file.exists() else None
+    if kept and kept["digest"] != made_with:
+        raise ConfigError(f"{run.path} was trained with another recipe", f"remove {file} and the run")
+    if kept is None and record is not None and record.finished:
+        raise ConfigError(f"{run.path} is finished, but what it took was not measured", "remove it")
+    if whole and not (kept.get("whole") if kept else not run.path.exists()):
+        raise ConfigError(f"{run.path} was interrupted: what all of it took is unknown", f"remove it and {file}")
 
 
 def _prepared(name: str, folder: Path) -> Path:
     return folder / f"{name}.prepared.jsonl"
 
 
-def _measured(arguments: Sequence[str], run: RunFolder, label: str, seed: int) -> dict[str, Any]:
-    """Train and verify one run; return its figures. Raises SystemExit if a command fails."""
-    cpu_s, memory, load = _watched(["-m", "volley", *arguments])
+def _proven(run: RunFolder, label: str, seed: int) -> dict[str, Any]:
+    """Verify one run; return the figures of its record. Raises SystemExit if it is not proven."""
     if subprocess.run([sys.executable, "-m", "volley", "verify", str(run.path)], cwd=PROJECT).returncode:
         raise SystemExit(1)
     summary = orjson.loads(run.summary.read_bytes())
-    evaluations = [(one["step"], one["success"], one["tasks"]) for one in summary.get("evaluations", ())]
-    return asdict(
-        RecipeRun(
-            label=label,
-            seed=seed,
-            steps=summary["steps"],
-            groups=summary.get("tickets", {}).get("trained", 0),
-            tokens=summary["tokens_trained"],
-            evaluations=tuple(evaluations),
-            measures=summary.get("measures", {}),
-            staleness_max=summary.get("staleness_max"),
-            seconds=summary["elapsed_sec"],
-            cpu_seconds=round(cpu_s, 1),
-            memory_gb=round(memory / 1e9, 2),
-            load=round(load, 1),
-        )
-    )
+    return {
+        "label": label,
+        "seed": seed,
+        "steps": summary["steps"],
+        "groups": summary.get("tickets", {}).get("trained", 0),
+        "tokens": summary["tokens_trained"],
+        "evaluations": [(one["step"], one["success"], one["tasks"]) for one in summary.get("evaluations", ())],
+        "measures": summary.get("measures", {}),
+        "staleness_max": summary.get("staleness_max"),
+        "seconds": summary["elapsed_sec"],
+    }
 
 
-def _watched(arguments: Sequence[str]) -> tuple[float, int, float]:
-    """Run Python with these arguments; return CPU seconds, most bytes of memory, and the mean load.
+def _watched(arguments: Sequence[str]) -> dict[str, float]:
+    """Run Python with these arguments; return CPU seconds, most GB of memory, and the mean load.
 
     Raises SystemExit if the program fails.
     """
@@ -100,7 +122,8 @@ def _watched(arguments: Sequence[str]) -> tuple[float, int, float]:
         process.returncode = os.waitstatus_to_exitcode(ended[1])
     if process.returncode:
         raise SystemExit(1)
-    return ended[2].ru_utime + ended[2].ru_stime, most, fmean(loads)
+    cpu_s = ended[2].ru_utime + ended[2].ru_stime
+    return {"cpu_seconds": round(cpu_s, 1), "memory_gb": round(most / 1e9, 2), "load": round(fmean(loads), 1)}
 
 
 def summarize(recipe: Recipe, runs: tuple[RecipeRun, ...], last: Path) -> RecipeSummary:
