@@ -3,10 +3,11 @@
 A change is what differs from a revision (`origin/main` where there is one, else `HEAD`), new files included. It reaches
 a test file over imports, taken from the syntax of all files. Where imports cannot tell, more is run:
 
-- A string that is the dotted name of a module uses it, for commands are imported by name. In a file that starts
-  programs (`python -m`), so does the name of a service or of the command `volley`.
-- The supervisor uses all services, `shared/packages.py` the sections of packages, and an `__init__` that imports by
-  name its whole folder.
+- A string that is the dotted name of a module, or of something in it, uses the module, for commands are imported by
+  name. In a file that starts programs (`python -m`), so does the name of a service or of the command `volley`.
+- The supervisor uses all services, and an `__init__` that imports by name its whole folder.
+- `shared/packages.py` uses the modules of a package's entry points if the change is in that package. Changes elsewhere
+  do not go through entry points, for then each would reach every test.
 - A file uses each `conftest.py` above it. A change of an `__init__.py` is one of its whole folder.
 - A file that is no Python is used by the modules beside it and by those with a string of its name.
 - Files that decide what is installed or how tests run are used by every test.
@@ -17,8 +18,10 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 ROOTS = ("services", "shared", "volley", "tools", "tests", "packages", "bridges", "examples", "conftest.py")
@@ -27,7 +30,7 @@ _EVERYTHING = re.compile(
 )
 _NAME = re.compile(r"(?:services|shared|tools|tests|volley|volley_\w+)(?:\.\w+)+")
 _PROGRAM = re.compile(r"services\.\w+|volley")
-_STARTS_SERVICES, _FINDS_SECTIONS = "volley/local/stack.py", "shared/packages.py"
+_STARTS_SERVICES, _FINDS_PACKAGES = "volley/local/stack.py", "shared/packages.py"
 
 
 class Sources:
@@ -36,6 +39,7 @@ class Sources:
     def __init__(self, root: Path) -> None:
         found = [path for top in ROOTS for path in ((root / top).rglob("*.py") if "." not in top else root.glob(top))]
         self.texts = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(found)}
+        self._entries = {name for path in root.glob("packages/*/pyproject.toml") for name in _entries(path)}
 
     @cached_property
     def users(self) -> dict[str, set[str]]:
@@ -48,12 +52,15 @@ class Sources:
 
     def reached(self, changed: Iterable[str]) -> set[str]:
         """Files that the changed ones reach, themselves included."""
-        found, waiting = set[str](), [file for one in changed for file in (one, *self._below(one, "__init__.py"))]
+        waiting = [file for one in changed for file in (one, *self._below(one, "__init__.py"))]
+        found, folders = set[str](), {PurePosixPath(one).parts[:2] for one in waiting}
         while waiting:
             if (file := waiting.pop()) in found:
                 continue
             found.add(file)
             waiting += self._users_of(file)
+            if PurePosixPath(file).parts[:2] in folders and self._entries.intersection(_names(PurePosixPath(file))):
+                waiting.append(_FINDS_PACKAGES)
         return found
 
     def _users_of(self, file: str) -> set[str]:
@@ -63,8 +70,6 @@ class Sources:
         users = set[str]().union(*(self.users.get(name, ()) for name in _names(path)))
         if path.match("services/*/__main__.py"):
             users.add(_STARTS_SERVICES)
-        if path.match("packages/*/*/section.py"):
-            users.add(_FINDS_SECTIONS)
         if "import_module(" in self.texts.get(chooser := str(path.parent / "__init__.py"), ""):
             users.add(chooser)
         return users.union(self._below(file, "conftest.py"))
@@ -123,6 +128,12 @@ def _names(path: PurePosixPath) -> Iterator[str]:
         yield ".".join(parts[2:])
 
 
+def _entries(path: Path) -> Iterator[str]:
+    """Modules of a distribution's entry points."""
+    groups = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}).get("entry-points", {})
+    yield from (value.partition(":")[0] for points in groups.values() for value in points.values())
+
+
 def _uses(file: str, text: str) -> Iterator[str]:
     """Names of the modules that a file uses, and of names in them."""
     path, starts = PurePosixPath(file), '"-m"' in text
@@ -133,7 +144,7 @@ def _uses(file: str, text: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_named(node.value, starts):
-            yield from (node.value, f"{node.value}.__main__")
+            yield from (*accumulate(node.value.split("."), "{}.{}".format), f"{node.value}.__main__")
     if path.name == "__main__.py":
         yield from (f"{of}.app" for of in _names(path.parent / "__init__.py"))
 

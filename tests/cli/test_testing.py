@@ -34,11 +34,14 @@ def test_the_suites_that_need_jax_have_its_environment() -> None:
 @pytest.mark.parametrize(
     ("changed", "reached"),
     [
-        ("shared/codec.py", {"tests/test_codec.py", "tests/test_run.py"}),
+        ("shared/codec.py", {"tests/test_codec.py", "tests/test_run.py", "tests/test_limit.py"}),
         ("services/env/app.py", {"tests/test_run.py"}),
         ("services/env/pages/start.html", {"tests/test_pages.py"}),
         ("tests/support/runs.py", {"tests/test_run.py"}),
         ("tests/test_codec.py", {"tests/test_codec.py"}),
+        ("packages/extra/volley_extra/part.py", {"tests/test_packages.py", "tests/test_limit.py"}),
+        ("packages/extra/volley_extra/inner.py", {"tests/test_packages.py", "tests/test_limit.py"}),
+        ("packages/extra/volley_extra/other.py", set()),
         ("docs/left.md", set()),
     ],
 )
@@ -54,6 +57,13 @@ def test_a_change_reaches_what_imports_starts_or_reads_it(tmp_path: Path, change
         "tests/test_run.py": "from tests.support import runs",
         "tests/test_codec.py": "from shared.codec import pack",
         "tests/test_pages.py": 'page = ROOT / "services/env/pages/start.html"',
+        "packages/extra/pyproject.toml": '[project.entry-points."volley.parts"]\nextra = "volley_extra.part:open_it"',
+        "packages/extra/volley_extra/part.py": "from shared import codec\nfrom volley_extra import inner",
+        "packages/extra/volley_extra/inner.py": "",
+        "packages/extra/volley_extra/other.py": "",
+        "shared/packages.py": "",
+        "tests/test_packages.py": "from shared import packages",
+        "tests/test_limit.py": 'monkeypatch.setattr("volley_extra.part._LIMIT", 1)',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
