@@ -10,6 +10,7 @@ import yaml
 
 from shared.config import load
 from shared.errors import ConfigError
+from tests.support.committed import every_config
 from tests.support.small_run import write_config
 from volley.__main__ import parse_arguments
 from volley.commands import configuration, doctor
@@ -51,7 +52,7 @@ def test_a_wrong_configuration_is_refused_as_elsewhere(tmp_path: Path) -> None:
         nothing.command(nothing)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
+@every_config
 def test_committed_configurations_fit_the_schema(path: Path) -> None:
     from jsonschema import Draft202012Validator
 

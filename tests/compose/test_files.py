@@ -22,10 +22,10 @@ from shared import config
 from shared.process.ports import free_port
 from shared.services import SERVICES
 from tests.compose import compose_file
+from tests.support.committed import every_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 LONG_RUNNING = {"redis", "dashboard", *SERVICES}
 OBS = {"prometheus", "grafana"}
 
@@ -201,7 +201,7 @@ def test_there_is_one_image_for_each_environment_of_python() -> None:
     assert [path.name.split(".")[0] for path in DOCKERFILES] == ["base", "rollout", "trainer"]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@every_config
 def test_layer_of_the_containers_fits_every_configuration(path: Path) -> None:
     loaded = config.load([path, ROOT / "docker" / "stack.yaml"])
     services = loaded.config.services

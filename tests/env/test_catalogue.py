@@ -14,6 +14,7 @@ from services.env.threads import ThreadRunner
 from shared.config import load, validate
 from shared.environments import built_in, datasets
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
+from tests.support.committed import CONFIGS, ROOT
 
 RUNNER = ThreadRunner(2, 60.0, max_waiting=8)
 
@@ -175,11 +176,10 @@ def test_a_wrong_configuration_ends_the_start(data: dict[str, Any], message: str
         opened(settings(**data))
 
 
-CONFIGS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
 OF_CATALOGUE = [path for path in CONFIGS if not load([path], ["data.train=t", "data.eval=e"]).config.data.sources]
 
 
-@pytest.mark.parametrize("path", OF_CATALOGUE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OF_CATALOGUE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_committed_configuration_opens_its_environment(path: Path, gsm8k_files: dict[str, Path]) -> None:
     loaded = load([path], [f"data.{split}={file}" for split, file in gsm8k_files.items()])
     catalogue = opened(from_config(loaded.config))

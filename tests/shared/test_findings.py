@@ -13,6 +13,7 @@ from shared.errors import ConfigError
 from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
 from shared.run_config import run_model
+from tests.support.committed import every_config
 
 ALONE = {"grpo_config__num_generations": 1}
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
@@ -125,7 +126,7 @@ def test_both_cuts_of_sampling_are_one_finding():
     assert found.startswith("rollout.sampling.top_p=0.9 and top_k=50:")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@every_config
 def test_committed_configurations(path: Path):
     given = ["data.train=t", "data.eval=e"] if "gsm8k" in path.stem else []
     named = [finding.partition("=")[0] for finding in findings(config.load([path], given).config)]

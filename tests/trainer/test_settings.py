@@ -19,6 +19,7 @@ from shared import config
 from shared.algorithm_schema import AlgorithmSection
 from shared.errors import ConfigError
 from shared.routing import RoutingShape
+from tests.support.committed import every_config
 from tests.trainer.support import group
 from volley_supervised.options import supervised_options
 
@@ -44,9 +45,9 @@ def algorithm_of(*overrides: str) -> PolicyGradient[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs").glob("*.yaml")])
-def test_every_committed_config_makes_options(name: str):
-    run = load("services.redis_url=redis://x", name=name)
+@every_config
+def test_every_committed_config_makes_options(path: Path):
+    run = config.load([path], ["services.redis_url=redis://x"]).config
     settings.from_config(run)
     policy = options.policy_options(run, TOKENS)
     assert policy.layout.buckets[-1] >= run.rollout.engine.context_length
