@@ -94,13 +94,18 @@ _KINDS = {list: "a list", str: "plain text"}
 
 
 def _near(path: Path) -> str:
-    """Hint at the file that was meant: another spelling, here or in the folder of examples."""
+    """Hint at the file that was meant: another spelling, here or in the folder of examples, or one of a recipe."""
     if path.is_dir():
         files = sorted(str(file) for file in path.glob("*.yaml"))[:3]
         return f"name a file in it, such as {', '.join(files)}" if files else "give an existing YAML file with --config"
     folders = [path.parent, Path("configs")]
     files = [str(file) for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")]
-    near = [file for file in files if Path(file).name == path.name] or get_close_matches(str(path), files, n=1)
+    recipes = {file.parent.name: str(file.relative_to(PROJECT)) for file in PROJECT.glob("recipes/*/config.yaml")}
+    near = (
+        [file for file in files if Path(file).name == path.name]
+        or [file for name, file in recipes.items() if name.rpartition("_")[2] == path.stem.rpartition("_")[2]]
+        or get_close_matches(str(path), [*files, *recipes.values()], n=1)
+    )
     return f"did you mean {near[0]}?" if near else "give an existing YAML file with --config"
 
 

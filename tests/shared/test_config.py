@@ -10,6 +10,7 @@ from shared.errors import ConfigError
 from shared.run.shares import configured, weights_of
 from shared.run_config import run_model
 from shared.section import Section
+from tests.support.committed import every_config
 
 ROOT = Path(__file__).parents[2]
 _TEACHERS = "services.orchestrator.teachers"
@@ -22,11 +23,7 @@ def write(tmp_path, text, name="c.yaml"):
     return path
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*sorted(ROOT.glob("configs/*.yaml")), *sorted(ROOT.glob("recipes/*/config*.yaml"))],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
+@every_config
 def test_every_committed_config_parses(path):
     assert config.load([path]).config.run.name
 
@@ -205,6 +202,22 @@ def test_a_bad_file_is_named(tmp_path, text):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         config.load([tmp_path / "none.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("configs/sokoban.yaml", "recipes/sokoban/config.yaml"),
+        ("configs/smollm2_sentences.yaml", "recipes/short_sentences/config.yaml"),
+        ("recipes/sokobn/config.yaml", "recipes/sokoban/config.yaml"),
+        ("configs/quickstrat.yaml", "configs/quickstart.yaml"),
+    ],
+)
+def test_a_missing_file_is_found_under_another_name(monkeypatch, path, meant):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as raised:
+        config.load([path])
+    assert raised.value.hint == f"did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
