@@ -7,6 +7,7 @@ import pytest
 from tests.docs.commands import PAGES, ROOT, example_of, first_example
 
 MOST_WORDS = 1200
+_OF_PACKAGES = sorted(ROOT.glob("packages/*/README.md"))
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INSTALLS = re.compile(
     r"volley(?!-rl-client\[)[\w-]*\[[a-z]"
@@ -38,7 +39,7 @@ def links(page):
             yield (page.parent / file).resolve() if file else page, anchor
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *_OF_PACKAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     broken = [
         f"{file}#{anchor}"
