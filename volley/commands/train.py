@@ -96,10 +96,12 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
     """Continue the run in this folder, or report it if it is finished. Raises as `main`."""
     loaded, record = stored(run_dir, overrides)
     if record.finished and not overrides:
-        config, more = loaded.config, ""
-        if not config.is_supervised:
-            more = f"; `volley up {quoted(run_dir)} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, continues it"
-        say(f"run {config.run.name} is finished{more}")
+        config = loaded.config
+        if config.is_supervised:
+            say(f"run {config.run.name} is finished")
+            return supervised_runs().report(RunFolder(run_dir.absolute()))
+        more = f"`volley up {quoted(run_dir)} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, continues it"
+        say(f"run {config.run.name} is finished; {more}")
         return reports().main(run_dir)
     return start_or_continue(loaded, seams)
 

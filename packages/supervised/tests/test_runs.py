@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from shared import config
+from shared import config, packages
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.run import pinned
@@ -19,6 +19,7 @@ from shared.run.folder import RunFolder
 from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 from volley.__main__ import parse_arguments
+from volley.commands import train
 from volley.local import stack
 from volley.reporting.lines import sft_line
 from volley.runs.record import claimed, mark_finished
@@ -139,6 +140,15 @@ def test_a_run_is_reported_from_its_lines(folder: RunFolder, capsys: pytest.Capt
         assert part in told
     summary = orjson.loads(folder.summary.read_bytes())
     assert (summary["tokens_trained"], summary["tokens_per_sec"], summary["finished"]) == (30, 100.0, True)
+
+
+def test_a_finished_run_is_reported_without_the_dashboard(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    points = {name: point for name, point in packages.found(packages.PARTS).items() if name != "report"}
+    monkeypatch.setattr(packages, "found", lambda group: points)
+    assert train.resume(folder.path, []) == 0
+    assert "3 of 3 (1.50 epochs)" in capsys.readouterr().out
 
 
 def test_what_is_proven_of_a_run(folder: RunFolder):
