@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.orchestrator.mixture.curriculum import Curriculum, factors_after, rule_of
+from services.orchestrator.mixture.curriculum import Curriculum, rule_of
+from services.orchestrator.mixture.suspension import Suspensions
 from services.orchestrator.tallies import EnvironmentTallies
 from shared import config, own_rules
 from shared.data_schema import CurriculumConfig
@@ -81,10 +82,11 @@ def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_kn
 
 
 def test_factors_stay_until_one_has_moved_far_enough():
-    assert factors_after({"a": 0.14}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.14}
-    assert factors_after({"a": 0.16}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.1, "b": 0.97}
-    assert factors_after({"a": 0.1, "b": 0.2}, {"a": 0.15}, ["a", "b"]) == {"a": 0.15, "b": 0.2}
-    assert factors_after({"a": 0.16, "gone": 0.5}, {"a": 1.0}, ["a"]) == {}
+    after = Curriculum(EVERY, EnvironmentTallies()).after
+    assert after({"a": 0.14}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.14}
+    assert after({"a": 0.16}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.1, "b": 0.97}
+    assert after({"a": 0.1, "b": 0.2}, {"a": 0.15}, ["a", "b"]) == {"a": 0.15, "b": 0.2}
+    assert after({"a": 0.16, "gone": 0.5}, {"a": 1.0}, ["a"]) == {}
 
 
 async def test_the_run_plays_more_of_what_can_be_learned_and_says_why(tmp_path):
@@ -190,6 +192,115 @@ async def test_a_rule_of_ones_own_decides_the_shares_and_a_restart_keeps_them(tm
     await again.look()
     assert Counter(await again.play(40)) == {"frozen_lake": 10, "sokoban": 30}
     assert [one.factors for one in again.lines()] == [{"sokoban": 0.0}, {"sokoban": 3.0}]
+
+
+async def test_small_factors_count_by_their_proportions(tmp_path):
+    body = "n = sum(one.tickets for one in m.envs.values())\nreturn {'frozen_lake': 2e-5, 'sokoban': n * 1e-6}"
+    settings = {"members": {"frozen_lake": 1, "sokoban": 1}, "curriculum": own(tmp_path, body, every_groups=1)}
+    run = MixtureUnderTest(tmp_path, **settings)
+    await run.look()
+    await run.play(20)
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    assert Counter(await run.play(40)) == {"frozen_lake": 20, "sokoban": 20}
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    assert Counter(await run.play(40)) == {"frozen_lake": 10, "sokoban": 30}
+    assert [one.factors["sokoban"] for one in run.lines()] == [2e-5, 6e-5]
+
+
+async def test_if_nobody_can_play_what_the_rule_wants_the_weights_count_without_it(tmp_path):
+    body = "return {'frozen_lake': 0, 'sokoban': 0, 'tetris': 1}"
+    members = {"frozen_lake": 1, "sokoban": 3, "tetris": 1}
+    run = MixtureUnderTest(tmp_path, members=members, curriculum=own(tmp_path, body, every_groups=1))
+    await run.look()
+    tallied("sokoban", run.status.by_env, (True, False))
+    await run.look()
+    assert await run.play(8) == ["tetris"] * 8
+    await run.mixture.choose({"tetris": 0})
+    assert Counter(await run.play(8)) == {"frozen_lake": 2, "sokoban": 6}
+
+    assert run.lines()[-1].why == (
+        "asked for: tetris 0; tetris left; the curriculum has no factor above 0 for any of them: weights without it"
+    )
+    await run.look()
+    assert len(run.lines()) == 2
+    assert run.mixture.set_aside("sokoban", "gone")
+    await run.look()
+    assert await run.play(4) == ["frozen_lake"] * 4
+    await run.mixture.choose({"tetris": 1})
+    assert await run.play(4) == ["tetris"] * 4
+
+
+STOPPED = "return {'adder@1': 0 if 4 < m.envs['frozen_lake'].tickets < 9 else 1} if 'adder@1' in m.envs else {}"
+
+
+async def test_an_environment_whose_factor_was_0_is_still_of_the_mixture(tmp_path):
+    run = MixtureUnderTest(tmp_path, curriculum=own(tmp_path, STOPPED, every_groups=1))
+    await run.look(row("adder@1"))
+    assert Counter(await run.play(11)) == {"frozen_lake": 5, "adder@1": 6}
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    assert await run.play(4) == ["frozen_lake"] * 4
+    assert run.mixture.evaluated() == {"adder@1": 4}
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    assert [(one.first, one.why) for one in run.lines()] == [
+        (("adder@1",), "adder@1 joined"),
+        ((), "curriculum: adder@1 0, frozen_lake 1"),
+        ((), "curriculum: adder@1 1, frozen_lake 1"),
+    ]
+    await run.look(row("adder@1", "retired"))
+    assert run.lines()[-1].why == "adder@1 left"
+
+
+async def test_a_suspension_outlasts_the_factor_0_and_ends_by_a_trial(tmp_path):
+    now = [0.0]
+    settings = {"curriculum": own(tmp_path, STOPPED, every_groups=1), "suspensions": Suspensions(lambda: now[0])}
+    run = MixtureUnderTest(tmp_path, **settings)
+    await run.look(row("adder@1"))
+    await run.play(11)
+    assert run.mixture.set_aside("adder@1", "gone")
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    now[0] = 1000
+    await run.look()
+    assert await run.play(4) == ["frozen_lake"] * 4
+    assert run.lines()[-1].suspended == {"adder@1": "gone"}
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    assert await run.play(4) == ["adder@1"] + ["frozen_lake"] * 3
+    run.mixture.ended("adder@1", failed=False, ticket=run.queue.issued - 3)
+    await run.look()
+    assert Counter(await run.play(4)) == {"adder@1": 2, "frozen_lake": 2}
+    assert run.lines()[-1].why == "adder@1 is back"
+
+
+async def test_a_newcomer_with_the_factor_0_has_joined_and_is_not_played(tmp_path):
+    run = MixtureUnderTest(tmp_path, curriculum=own(tmp_path, STOPPED, every_groups=1))
+    await run.look()
+    await run.play(5)
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look(row("adder@1"))
+    assert await run.play(4) == ["frozen_lake"] * 4
+    assert run.lines()[-1].why == "adder@1 joined; curriculum: adder@1 0, frozen_lake 1"
+    assert run.mixture.evaluated() == {"adder@1": 4}
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.look()
+    assert Counter(await run.play(4)) == {"adder@1": 2, "frozen_lake": 2}
+
+
+async def test_a_persons_weight_does_not_wait_for_the_rule(tmp_path):
+    body = "if m.envs['frozen_lake'].tickets == 8:\n    raise KeyError('here')\nreturn {}"
+    members = {"frozen_lake": 1, "sokoban": 1}
+    run = MixtureUnderTest(tmp_path, members=members, curriculum=own(tmp_path, body, every_groups=1))
+    await run.look()
+    await run.play(16)
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    await run.mixture.choose({"sokoban": 3})
+    assert run.lines()[-1].why == "asked for: sokoban 3"
+    with pytest.raises(RuleFailed, match="KeyError"):
+        await run.look()
 
 
 async def test_a_rule_that_fails_later_ends_the_run(tmp_path):

@@ -27,7 +27,10 @@ from shared.rule_code import called, checked, loaded
 _LEAST_GROUPS = 8
 """Environments with fewer known groups keep their factor."""
 _LEAST_MOVE, _LEAST_OWN_MOVE = 0.05, 1e-4
-"""Smallest change of a factor that is applied, built in and by the user's rule: every change is a line on disk."""
+"""Smallest change of a factor that is applied, built in and by the user's rule: every change is a line on disk.
+
+The user's is relative to the largest factor, if that is below 1.
+"""
 _WANTED = f"return a factor of 0 to {MAX_WEIGHT} for names in envs, above 0 for at least one"
 
 
@@ -72,7 +75,7 @@ class Curriculum:
     def __init__(self, config: CurriculumConfig, tallies: EnvironmentTallies, names: Iterable[str] = ()) -> None:
         self._config, self._tallies = config, tallies
         self._next = tallies.n_groups + config.every_groups
-        self._rule, self.least_move = rule_of(config, names), _LEAST_OWN_MOVE if config.custom else _LEAST_MOVE
+        self._rule = rule_of(config, names)
 
     @property
     def is_due(self) -> bool:
@@ -86,6 +89,14 @@ class Curriculum:
         """
         envs = {env: _inputs(self._tallies[env].recent, n, factors.get(env, 1.0)) for env, n in tickets.items()}
         return self._rule(MixtureInputs(MappingProxyType(envs)))
+
+    def after(self, last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
+        """Return these environments' factors other than 1: the judged ones if one moves enough, else the last."""
+        before = {env: last.get(env, 1.0) for env in envs}
+        after = {env: judged.get(env, factor) for env, factor in before.items()}
+        least = _LEAST_OWN_MOVE * min(1.0, max(after.values(), default=1.0)) if self._config.custom else _LEAST_MOVE
+        moved = any(0 < abs(after[env] - before[env]) >= (1 - 1e-6) * least for env in after)
+        return {env: factor for env, factor in (after if moved else before).items() if factor != 1.0}
 
     def settled(self) -> None:
         """Mark the factors as applied: the next ones are due `every_groups` groups from now."""
@@ -104,7 +115,7 @@ def curriculum_of(rule: OwnRule) -> CurriculumRule:
     """Return the user's rule. Raises RuleFailed, as does the rule."""
     loaded(rule)
 
-    def factors(mixture: MixtureInputs) -> dict[str, float]:
+    def judged(mixture: MixtureInputs) -> dict[str, float]:
         made = called(rule, mixture)
         if not isinstance(made, Mapping):
             raise RuleFailed(f"{rule} returned {type(made).__name__}", _WANTED)
@@ -113,21 +124,12 @@ def curriculum_of(rule: OwnRule) -> CurriculumRule:
         for env, factor in made.items():
             if not isinstance(factor, int | float | np.number) or not 0 <= factor <= MAX_WEIGHT:
                 raise RuleFailed(f"{rule} returned {factor!r} for {env}", _WANTED)
-        if not any(made.get(env, one.factor) for env, one in mixture.envs.items()):
+        factors = {env: float(f"{float(factor):.6g}") for env, factor in made.items()}  # never 0 for a small one
+        if not any(factors.get(env, one.factor) for env, one in mixture.envs.items()):
             raise RuleFailed(f"{rule} returned 0 for every environment", _WANTED)
-        return {env: round(float(factor), 4) for env, factor in made.items()}
+        return factors
 
-    return factors
-
-
-def factors_after(
-    last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str], least: float = _LEAST_MOVE
-) -> dict[str, float]:
-    """Return these environments' factors other than 1: the judged ones if one moves by `least`, else the last."""
-    before = {env: last.get(env, 1.0) for env in envs}
-    after = {env: judged.get(env, factor) for env, factor in before.items()}
-    moved = any(round(abs(after[env] - before[env]), 6) >= least for env in after)
-    return {env: factor for env, factor in (after if moved else before).items() if factor != 1.0}
+    return judged
 
 
 def _by_learnability(mixture: MixtureInputs, floor: float) -> dict[str, float]:

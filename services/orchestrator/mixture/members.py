@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -53,25 +53,27 @@ def _offer(row: Mapping[str, Any]) -> Offer:
 
 
 def members_of(
-    configured: Mapping[str, Member],
-    offers: Mapping[str, Offer],
-    chosen: Mapping[str, float],
-    factors: Mapping[str, float] | None = None,
+    configured: Mapping[str, Member], offers: Mapping[str, Offer], chosen: Mapping[str, float]
 ) -> dict[str, Member]:
     """Return the environments to play. Versions of an environment that is configured by its base name do not join.
 
     Args:
         chosen: weights that people set by name without version; they override all others.
-        factors: the curriculum's factors of the weights; a canary's share is fixed.
     """
-    found, factors = dict[str, Member](), factors or {}
+    found = dict[str, Member]()
     for name, member in configured.items():
         weight = exact(chosen[name]) if name in chosen else member.weight
-        if weight := weight * exact(factors.get(name, 1)):
+        if weight:
             found[name] = Member(weight, member.min_share)
     for name, offer in sorted(offers.items()):
         choice = chosen.get(base_name(name))
-        weight = (offer.weight if choice is None else exact(choice)) * exact(factors.get(name, 1))
+        weight = offer.weight if choice is None else exact(choice)
         if not {name, base_name(name)} & configured.keys() and weight and offer.state in ("active", "canary"):
             found[name] = Member(weight, canary=offer.state == "canary")
     return dict(list(found.items())[:MOST_ENVIRONMENTS])
+
+
+def weighted(members: Mapping[str, Member], factors: Mapping[str, float]) -> dict[str, Member]:
+    """Multiply weights by the curriculum's factors, and leave out members of factor 0; a canary's share is fixed."""
+    found = {env: replace(one, weight=one.weight * exact(factors.get(env, 1))) for env, one in members.items()}
+    return {env: one for env, one in found.items() if one.weight}

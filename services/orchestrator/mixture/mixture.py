@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
-from services.orchestrator.mixture.curriculum import Curriculum, factors_after
+from services.orchestrator.mixture.curriculum import Curriculum
 from services.orchestrator.mixture.log import MixtureLog
-from services.orchestrator.mixture.members import Offer, members_of, offers_in
+from services.orchestrator.mixture.members import Offer, members_of, offers_in, weighted
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
 from services.orchestrator.status import RunStatus
 from shared.data_schema import CurriculumConfig
@@ -94,9 +94,9 @@ class RunMixture:
         They are the configured ones and those that have joined, without those set aside.
         """
         now = self._log.current
-        names = {*self._configured.members, *now.weights} - now.suspended.keys() - {self._configured.main}
-        sizes = self.sizes
-        return {env: sizes[env].n_eval for env in sorted(names) if env in sizes}
+        names = {*self._configured.members, *now.weights, *self._idle(now)}
+        sizes, left_out = self.sizes, {*now.suspended, self._configured.main}
+        return {env: sizes[env].n_eval for env in sorted(names - left_out) if env in sizes}
 
     async def watch(self) -> None:
         """Follow the environment service's offers until cancelled; while it does not answer, nothing changes.
@@ -140,14 +140,17 @@ class RunMixture:
         await self.settle(weights)
 
     async def settle(self, asked: Mapping[str, float] | None = None) -> None:
-        """Apply everything known. Raises InputError for what was `asked`, Unavailable, RuleFailed."""
-        offers, asked = self._offers, asked or {}
+        """Apply everything known, and the curriculum unless something was `asked`.
+
+        Raises InputError for what was `asked`, Unavailable, RuleFailed.
+        """
+        offers, curriculum, asked = self._offers, self._curriculum if asked is None else None, asked or {}
         if offers is None:
             return
         async with self._settling:
             chosen = {**self._log.current.chosen, **asked}
             found = await self._sizes_of_newcomers(chosen, asked)
-            judged = await self._judged(offers, chosen)
+            judged = await self._judged(curriculum, offers, chosen) if curriculum else {}
             trials = self._suspensions.taken()
             try:
                 changed = await self._log.change(
@@ -156,18 +159,19 @@ class RunMixture:
             except VolleyError:
                 self._suspensions.put_back(trials)
                 raise
-            if self._curriculum:
-                self._curriculum.settled()
+            if curriculum:
+                curriculum.settled()
             if changed:
                 now = self._log.current
                 self._suspensions.sent((env for env in now.first if env in now.suspended), now.from_ticket)
 
     def set_aside(self, env: str, why: str) -> bool:
         """Set an environment aside; return False if the run needs it: it is the main one, or the only one."""
-        others = self._log.current.weights.keys() - {env} - self._suspensions.failing.keys()
+        now = self._log.current
+        others = {*now.weights, *self._idle(now)} - {env} - self._suspensions.failing.keys()
         if env == self._configured.main or not others:
             return False
-        if env in self._log.current.weights:
+        if env in now.weights:
             self._suspensions.fail(env, why)
             self._wake.set()
         return True
@@ -202,13 +206,20 @@ class RunMixture:
             return "left"
         return "canary" if member.canary else "active"
 
-    async def _judged(self, offers: Mapping[str, Offer], chosen: Mapping[str, float]) -> dict[str, float]:
+    def _idle(self, change: MixtureChange) -> set[str]:
+        """Return the environments that the mixture has, but does not play while their factor is 0."""
+        found = {env for env, factor in change.factors.items() if not factor and env in self.sizes}
+        return found - change.weights.keys() - change.suspended.keys()
+
+    async def _judged(
+        self, curriculum: Curriculum, offers: Mapping[str, Offer], chosen: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return new factors where they are due. Raises RuleFailed, QueueUnavailable."""
-        if self._curriculum is None or not self._curriculum.is_due:
+        if not curriculum.is_due:
             return {}
         played = await self._log.counts()
         names = sorted({*self._configured.members, *members_of(self._configured.members, offers, chosen)})
-        return self._curriculum.judged(self._log.current.factors, {env: played.get(env, 0) for env in names})
+        return curriculum.judged(self._log.current.factors, {env: played.get(env, 0) for env in names})
 
     async def _sizes_of_newcomers(
         self, chosen: Mapping[str, float], asked: Mapping[str, float]
@@ -248,41 +259,35 @@ class RunMixture:
         """Return the mixture that follows from everything known; None if it is the last one. Raises InputError."""
         chosen, known = {**last.chosen, **asked}, {**self.sizes, **found}
         members = members_of(self._configured.members, offers, chosen)
-        least = self._curriculum.least_move if self._curriculum else None
-        factors = {} if least is None else factors_after(last.factors, judged, members, least)
-        members = members_of(self._configured.members, offers, chosen, factors)
+        factors = self._curriculum.after(last.factors, judged, members) if self._curriculum else {}
         members = {env: member for env, member in members.items() if env in known}
         reasons = {**last.suspended, **trials.failing}
         suspended = {env: why for env, why in reasons.items() if env in members and env not in trials.recovered}
         played = {env: member for env, member in members.items() if env not in suspended}
         if not played and asked:
             raise InputError("nothing would be left to train on", "give another environment a weight above 0 first")
-        weights = weights_of(played or {self._configured.main: Member(Fraction(1))})
-        new = [env for env in weights if env not in {**last.weights, **last.suspended, **self._configured.members}]
-        due = self._suspensions.due(suspended)
+        weights = weights_of(weighted(played, factors) or played or {self._configured.main: Member(Fraction(1))})
+        had = {*last.weights, *last.suspended, *self._idle(last)}
+        new = [env for env in weights if env not in {*had, *self._configured.members}]
+        due = self._suspensions.due([env for env in suspended if factors.get(env, 1)])
         before = (dict(last.weights), dict(last.chosen), dict(last.suspended), dict(last.factors))
         if not due and (weights, chosen, suspended, factors) == before:
             return None
-        sizes = {env: sizes for env, sizes in found.items() if env in weights}
-        why = _why(last, weights, suspended, asked, due, factors)
-        return MixtureChange(0, weights, (*new, *due), sizes, chosen, suspended, why, factors=factors)
+        sizes = {env: sizes for env, sizes in found.items() if env in members}
+        change = MixtureChange(0, weights, (*new, *due), sizes, chosen, suspended, factors=factors)
+        return replace(change, why=_why(last, change, had, {*members, *weights}, asked))
 
 
-def _why(
-    last: MixtureChange,
-    weights: Mapping[str, int],
-    suspended: Mapping[str, str],
-    asked: Mapping[str, float],
-    due: list[str],
-    factors: Mapping[str, float],
-) -> str:
-    """Describe the change in a sentence."""
+def _why(last: MixtureChange, now: MixtureChange, had: set[str], has: set[str], asked: Mapping[str, float]) -> str:
+    """Describe the change in a sentence. Args: had, has: environments of the mixture before and after it."""
     parts = [f"asked for: {', '.join(f'{env} {weight:g}' for env, weight in sorted(asked.items()))}"] if asked else []
-    parts += [f"{env} set aside: {why}" for env, why in suspended.items() if env not in last.suspended]
-    parts += [f"{env} is back" for env in last.suspended if env in weights]
-    parts += [f"{env} is tried again" for env in due]
-    parts += [f"{env} joined" for env in weights if env not in last.weights and env not in last.suspended]
-    parts += [f"{env} left" for env in last.weights if env not in weights and env not in suspended]
-    if factors != last.factors:
-        parts += [f"curriculum: {', '.join(f'{env} {factors.get(env, 1.0):g}' for env in weights)}"]
+    parts += [f"{env} set aside: {why}" for env, why in now.suspended.items() if env not in last.suspended]
+    parts += [f"{env} is back" for env in last.suspended if env in has and env not in now.suspended]
+    parts += [f"{env} is tried again" for env in now.first if env in now.suspended]
+    parts += [f"{env} joined" for env in sorted(has - had)]
+    parts += [f"{env} left" for env in sorted(had - has)]
+    if now.factors != last.factors:
+        parts += [f"curriculum: {', '.join(f'{env} {now.factors.get(env, 1.0):g}' for env in sorted(has))}"]
+    if not any(now.factors.get(env, 1.0) for env in now.weights):
+        parts += ["the curriculum has no factor above 0 for any of them: weights without it"]
     return "; ".join(parts) or "the shares changed"
