@@ -468,4 +468,4 @@ def test_rows_without_a_journal_are_found(tmp_path: Path):
     with closing(futures.connect(tmp_path / futures.DATABASE)) as db:
         assert not [*futures.problems(tmp_path)], "a start was killed before it made the journal"
         db.execute("INSERT INTO sessions VALUES ('s', 1.0, 1.0, NULL, '{}')")
-    assert [*futures.problems(tmp_path)] == ["sessions has rows, and the database no journal"]
+    assert [*futures.problems(tmp_path)] == ["sessions has rows, but the database has no journal"]
