@@ -6,6 +6,7 @@ others but not fail them.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task
+from shared.errors import VolleyError
 from shared.process import telemetry
 
 MAX_AGENT_S = 24 * 3600.0
 """Longest time that an environment may give its agent, in seconds."""
+_SHOWN_AT_ONCE = 4
 
 type Call = Literal["load", "list", "reset", "step", "demonstrate"]
 
@@ -166,6 +169,30 @@ class EnvironmentBackend(Protocol):
     def stuck_reason(self) -> str | None:
         """Return why its calls are refused or fail at present; None if they do not."""
         ...
+
+
+async def demonstrations(backend: EnvironmentBackend, split: str, indices: Sequence[int]) -> list[Demonstration]:
+    """Show demonstrations of several tasks, a few at a time. Raises the first error.
+
+    After an error no call starts. Calls that run are not cancelled: their threads would count as hung.
+    """
+    places, found, errors = iter(range(len(indices))), dict[int, Demonstration](), list[VolleyError]()
+
+    async def show() -> None:
+        for place in places:
+            if errors:
+                return
+            try:
+                found[place] = await backend.demonstration(split, indices[place])
+            except VolleyError as error:
+                errors.append(error)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_SHOWN_AT_ONCE):
+            group.create_task(show())
+    if errors:
+        raise errors[0]
+    return [found[place] for place in range(len(indices))]
 
 
 class KnownSplits:

@@ -4,7 +4,7 @@ Invariants
 - `request_id` makes create and step idempotent: a repeated request gets the same answer; a different request with the
   same id gets a 409.
 - One request at a time steps an episode, never after its end, and never after a call into it failed.
-- At most `max_episodes` exist, each answers at most MAX_STEPS messages, and one that is unused for `ttl_s` is
+- At most `max_episodes` are open, each answers at most MAX_STEPS messages, and one that is unused for `ttl_s` is
   forgotten.
 - An episode's resources (a process, if its code is sandboxed) are freed when it ends, fails, or is forgotten. No other
   client's request waits for that.
@@ -46,7 +46,7 @@ _SLOW_S = 5.0
 _MAX_LOGGED = 4000
 _log = telemetry.Log("episodes")
 
-_OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
+_OPEN = telemetry.Gauge("volley_env_episodes", "Open episodes", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
     "volley_env_episode_events",
     "Episodes by what became of them",
@@ -56,7 +56,7 @@ _EVENTS = telemetry.Counter(
 
 
 class Episodes:
-    """Store of the service's episodes. One that is over keeps its answers until its place is needed.
+    """Store of the service's episodes. One that is over keeps its last answer, so that its last step can be repeated.
 
     Args:
         ttl_s: idle life of an episode.
@@ -76,6 +76,7 @@ class Episodes:
     ) -> None:
         self.ttl_s = ttl_s
         self._max, self._deadline_s, self._watcher, self._clock = max_episodes, deadline_s, watcher, clock
+        self._max_over = max(1, max_episodes // 4)
         self._rewards = rewards
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
@@ -86,7 +87,8 @@ class Episodes:
         self._ended = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._slots)
+        """Number of open episodes."""
+        return len(self._slots) - len(self._over)
 
     async def create(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         """Start an episode, or return the one that this request started.
@@ -102,6 +104,8 @@ class Episodes:
             if slot.failure is not None:
                 raise slot.failure
             if slot.episode is None:
+                if slot.over:
+                    raise Conflict(f"episode {slot.id} is over", "create another one")
                 await self._reset(slot)
         finally:
             slot.lock.release()
@@ -113,7 +117,7 @@ class Episodes:
         Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (deadline), InputError
         (`tool_calls` in an episode without tools; the episode continues).
         """
-        if message.get("tool_calls") and not (slot := self._find(episode_id)).tools:
+        if message.get("tool_calls") and not ((slot := self._find(episode_id)).tools or slot.over):
             raise InputError(
                 f"message.tool_calls: an episode of {slot.request.entry.name} has no tools to call",
                 "send the answer as text in message.content",
@@ -154,7 +158,7 @@ class Episodes:
     def _agent(self, episode_id: str) -> tuple[EpisodeSlot, AgentPlayed]:
         """Raises NotFound, Conflict."""
         slot = self._find(episode_id)
-        if slot.live and slot.played_by is None:
+        if (slot.over or slot.live) and slot.played_by is None:
             raise Conflict(f"an episode of {slot.request.entry.name} is played in steps", "POST …/step plays it")
         assert slot.played_by is not None
         return slot, slot.played_by
@@ -183,13 +187,15 @@ class Episodes:
                         f"request {request_id!r} was sent before with another message", "use a new request_id"
                     )
                 return answered[1]
-            episode = slot.live
             if slot.over:
                 raise Conflict(f"episode {episode_id} is over", "create another one")
+            episode = slot.live
             if len(slot.answers) >= MAX_STEPS:
                 raise Conflict(f"episode {episode_id} has answered {MAX_STEPS} messages", "create another one")
             result = await self._step(slot, episode, call)
             slot.answers[request_id] = (digest, result)
+            if slot.over and slot.played_by is None:
+                self._keep_last(slot, request_id)
             return result
         finally:
             slot.lock.release()
@@ -295,8 +301,18 @@ class Episodes:
                 self._watcher.ended(entry.name)
             if slot.id in self._slots:
                 self._over[slot.id] = None
+                if len(self._over) > self._max_over:
+                    self._drop(self._slots[next(iter(self._over))])
+                _OPEN.set(len(self))
             await episode.close()
         return result
+
+    def _keep_last(self, slot: EpisodeSlot, request_id: str) -> None:
+        """Keep only what a repeated last step needs. As after a deletion, `create` begins a new episode."""
+        slot.answers = {request_id: slot.answers[request_id]}
+        slot.episode, slot.opening, slot.tools = None, (), ()
+        if self._by_request.get(slot.request_id) is slot:
+            del self._by_request[slot.request_id]
 
     def _free(self, episode: LiveEpisode) -> None:
         """Let `sweep` free the episode's resources, for episodes that no request ends."""
@@ -348,16 +364,14 @@ class Episodes:
 
     def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()
-        if len(self._slots) >= self._max and self._over:
-            self._drop(self._slots[next(iter(self._over))])
-        if len(self._slots) >= self._max:
+        if len(self) >= self._max:
             raise RateLimited(
                 f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0
             )
         seed = request.seed if request.seed is not None else _seed_from(request_id)
         slot = EpisodeSlot(secrets.token_hex(8), request_id, request, seed, self._clock() + self.ttl_s)
         self._slots[slot.id] = self._by_request[request_id] = slot
-        _OPEN.set(len(self._slots))
+        _OPEN.set(len(self))
         return slot
 
     def _find(self, episode_id: str) -> EpisodeSlot:
@@ -378,7 +392,7 @@ class Episodes:
         self._over.pop(slot.id, None)
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
-        _OPEN.set(len(self._slots))
+        _OPEN.set(len(self))
 
 
 def _seed_from(request_id: str) -> int:

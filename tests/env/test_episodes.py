@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from services.env.backend import demonstrations
 from services.env.episode_slots import EpisodeRequest
-from services.env.episode_types import Message, StepResult, assistant
+from services.env.episode_types import Demonstration, Message, StepResult, assistant
 from services.env.episodes import MAX_STEPS, Episodes
 from services.env.threads import ThreadRunner
 from shared.errors import Busy, Conflict, GivenUp, NotFound, RateLimited, Unavailable, VolleyError
@@ -71,13 +72,16 @@ async def test_create_and_step_have_one_effect_per_request(open_episodes: Open) 
     assert len(episodes) == 1
 
 
-async def test_an_answer_is_repeated_after_later_steps_and_after_the_end(open_episodes: Open) -> None:
+async def test_an_answer_is_repeated_after_later_steps_and_the_last_one_after_the_end(open_episodes: Open) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
     slot = await episodes.create("r", episodes.task(env))
     first = await episodes.step(slot.id, "1", assistant("a"))
-    last = await episodes.step(slot.id, "2", assistant("end"))
+    await episodes.step(slot.id, "2", assistant("b"))
     assert await episodes.step(slot.id, "1", assistant("a")) is first
-    assert await episodes.step(slot.id, "2", assistant("end")) is last
+    last = await episodes.step(slot.id, "3", assistant("end"))
+    assert await episodes.step(slot.id, "3", assistant("end")) is last
+    with pytest.raises(Conflict, match="is over"):
+        await episodes.step(slot.id, "1", assistant("a"))
 
 
 async def test_another_request_under_the_same_id_conflicts(open_episodes: Open) -> None:
@@ -208,17 +212,54 @@ async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock
     await episodes.create("c", episodes.task(env))
 
 
-async def test_an_episode_that_is_over_answers_again_until_its_place_is_needed(open_episodes: Open) -> None:
+async def test_few_episodes_that_are_over_are_kept_and_take_no_place(open_episodes: Open) -> None:
     episodes, env = open_episodes(max_episodes=2), ScriptedEnvironment()
     over = await episodes.create("a", episodes.task(env))
     last = await episodes.step(over.id, "1", assistant("end"))
-    await episodes.create("b", episodes.task(env))
-    assert await episodes.step(over.id, "1", assistant("end")) is last
+    assert len(episodes) == 0
+    other = await episodes.create("b", episodes.task(env))
     await episodes.create("c", episodes.task(env))
-    with pytest.raises(NotFound):
-        await episodes.step(over.id, "1", assistant("end"))
     with pytest.raises(RateLimited):
         await episodes.create("d", episodes.task(env))
+    assert await episodes.step(over.id, "1", assistant("end")) is last
+    await episodes.step(other.id, "1", assistant("end"))
+    with pytest.raises(NotFound):
+        await episodes.step(over.id, "1", assistant("end"))
+    assert len(episodes) == 1
+
+
+async def test_of_an_episode_that_is_over_only_its_last_answer_is_kept(open_episodes: Open) -> None:
+    episodes, env = open_episodes(), ScriptedEnvironment()
+    over = await episodes.create("r", episodes.task(env))
+    await episodes.step(over.id, "1", assistant("a"))
+    await episodes.step(over.id, "2", assistant("end"))
+    assert (over.episode, over.opening, over.tools, list(over.answers)) == (None, (), (), ["2"])
+    again = await episodes.create("r", episodes.task(env))
+    assert (again.id != over.id, again.seed) == (True, over.seed)
+    await episodes.delete(over.id)
+    assert await episodes.create("r", episodes.task(env)) is again
+    assert len(episodes) == 1
+
+
+async def test_an_error_among_demonstrations_leaves_no_thread_behind(open_episodes: Open) -> None:
+    going, busy = threading.Event(), RateLimited("more layouts are drawn")
+
+    class Drawing(ScriptedEnvironment):
+        def demonstration(self, split: str, index: int) -> Demonstration:
+            self.calls.append(str(index))
+            if index == 1:
+                raise busy
+            going.wait(60)
+            return super().demonstration(split, index)
+
+    runner, env = open_episodes(n_threads=3).runner, Drawing()
+    shown = await begun(env, demonstrations(entry(env, runner).backend, "train", range(8)))
+    asyncio.get_running_loop().call_later(0.05, going.set)
+    with pytest.raises(RateLimited) as error:
+        await shown
+    assert error.value is busy
+    assert sorted(env.calls) == ["0", "1", "2", "3"]
+    assert runner.stuck_reason("scripted") is None
 
 
 async def test_deleting_is_idempotent_and_frees_the_request_id(open_episodes: Open) -> None:

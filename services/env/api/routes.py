@@ -5,7 +5,6 @@ Task listing uses the Open Reward Standard's names; episodes use Gymnasium's fiv
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
@@ -36,9 +35,8 @@ from services.env.api.schemas import (
     read,
 )
 from services.env.api.state import state_of
-from services.env.backend import EnvironmentBackend, ModelAddress
+from services.env.backend import EnvironmentBackend, ModelAddress, demonstrations
 from services.env.episode_slots import EpisodeRequest
-from shared.errors import first_error
 from shared.web.access import Role
 from shared.web.edge import DirectRoute
 from shared.web.http import respond
@@ -169,13 +167,9 @@ async def demonstrate(request: Request, env: EnvName) -> Response:
 )
 async def demonstrate_all(request: Request, env: EnvName) -> Response:
     """Show demonstrations of several tasks, in the order of the indices; all or none."""
-    body, backend = await read(request, TasksBody), _backend(request, env)
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(backend.demonstration(body.split, index)) for index in body.indices]
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-    return respond(request, {"demonstrations": [shown(task.result()) for task in tasks]})
+    body = await read(request, TasksBody)
+    found = await demonstrations(_backend(request, env), body.split, body.indices)
+    return respond(request, {"demonstrations": [shown(one) for one in found]})
 
 
 for _path, _handler, _body, _answer in (
