@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import orjson
 
+from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
-from shared.errors import DecodeError, NotFound
+from shared.errors import DecodeError
 from shared.outcomes import FAULTS, Fault
 from shared.types import Message
 
@@ -140,14 +141,12 @@ class EnvClient(HttpClient):
         return _read(lambda: _demonstration(answer))
 
     async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
-        """Return the conversations of at most MAX_SHOWN tasks, in order. Raises NotFound.
+        """Return the conversations of at most MAX_SHOWN tasks, in order.
 
-        A service that shows only one at a time is asked for each.
+        Raises NotFound, also if the service shows only one at a time.
         """
-        try:
-            answer = await self.post(f"/{env}/demonstrations", {"split": split, "indices": list(indices)})
-        except NotFound:  # the route, or the environment: then the next call raises it
-            return [await self.demonstration(env, split, index) for index in indices]
+        body = {"split": split, "indices": list(indices)}
+        answer = await self.post(f"/{env}/demonstrations", body, max_objects=len(indices) * MAX_OBJECTS)
         found = _read(lambda: [_demonstration(one) for one in answer["demonstrations"]])
         if len(found) != len(indices):
             raise DecodeError(f"the environment showed {len(found)} demonstrations of {len(indices)}")

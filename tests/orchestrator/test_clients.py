@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from shared import codec
+from shared.bounds import MAX_OBJECTS
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
@@ -180,20 +181,19 @@ async def test_hundreds_of_requests_at_once_on_one_client():
     assert fake.engine.n_requests == 200
 
 
-async def test_demonstrations_of_a_service_that_shows_one_at_a_time():
-    app = FastAPI()
+async def test_each_of_several_demonstrations_may_have_as_many_values_as_one_alone():
+    one = {"messages": [], "success": True, "tools": [{}] * (MAX_OBJECTS - 100)}
+    async with EnvClient(
+        "http://env", transport=httpx.ASGITransport(answering({"demonstrations": [one] * 3}))
+    ) as client:
+        found = await client.demonstrations("lake", "train", [3, 1, 2])
+    assert [len(shown.tools) for shown in found] == [MAX_OBJECTS - 100] * 3
 
-    @app.post("/lake/demonstration")
-    async def shown(request: Request) -> Response:
-        index = codec.unpack(await request.body())["index"]
-        content = codec.pack({"messages": [{"role": "user", "content": str(index)}], "success": True, "tools": []})
-        return Response(content, media_type=codec.MEDIA_TYPE)
 
-    async with EnvClient("http://env", transport=httpx.ASGITransport(app)) as client:
-        found = await client.demonstrations("lake", "train", [3, 1])
+async def test_a_service_without_the_route_has_no_demonstrations_together():
+    async with EnvClient("http://env", transport=httpx.ASGITransport(FastAPI())) as client:
         with pytest.raises(NotFound):
-            await client.demonstrations("maze", "train", [0])
-    assert [one.messages[0]["content"] for one in found] == ["3", "1"]
+            await client.demonstrations("lake", "train", [0])
 
 
 async def test_a_number_of_demonstrations_that_was_not_asked_for_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -22,12 +23,22 @@ from services.trainer.step_log import StepLog
 from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
 from shared.config import load as load_config
-from shared.errors import ConfigError, NonFinite, ServiceUnreachable
+from shared.errors import (
+    ConfigError,
+    GivenUp,
+    MalformedAnswer,
+    NonFinite,
+    NotFound,
+    RateLimited,
+    ServiceUnreachable,
+    TooLarge,
+    VolleyError,
+)
 from shared.models.chat import ChatTokenizer
 from shared.process.sinks import MetricsFanout
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
-from volley_supervised.conversations.data import DataSettings, load
+from volley_supervised.conversations.data import DataSettings, RetryingDemonstrator, load
 from volley_supervised.conversations.dataset import Example, digest, tokenized
 from volley_supervised.conversations.demonstrations import as_records, fetch
 from volley_supervised.learner import steps
@@ -76,6 +87,58 @@ async def test_an_environment_that_goes_away_meanwhile_is_one_error():
 
     with pytest.raises(ServiceUnreachable):
         await fetch(Leaving(9), "lake", 5, 0)
+
+
+class Single(Env):
+    """Shows demonstrations together only as long as `failures` has no error for it."""
+
+    def __init__(self, *failures: VolleyError | None) -> None:
+        super().__init__(40)
+        self.failures, self.batches, self.present, self.most = list(failures), 0, 0, 0
+
+    async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
+        self.batches += 1
+        if (error := self.failures.pop(0)) is not None:
+            raise error
+        return await super().demonstrations(env, split, indices)
+
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
+        self.present += 1
+        self.most = max(self.most, self.present)
+        await asyncio.sleep(0)
+        self.present -= 1
+        return (await Env.demonstrations(self, env, split, [index]))[0]
+
+
+async def shown_by(client: Env) -> list[DemonstrationReply]:
+    with ThreadPoolExecutor(1) as thread:
+        return await fetch(RetryingDemonstrator(client, Waiter(thread, TrainerStatus("r", 0))), "lake", 40, 0)
+
+
+@pytest.mark.parametrize(
+    "error", [NotFound("no such route"), MalformedAnswer("too long"), TooLarge("too large"), GivenUp("too slow")]
+)
+async def test_what_cannot_be_shown_together_is_asked_for_alone_and_at_once(error: VolleyError):
+    client = Single(error, error, error)
+    assert await shown_by(client) == await shown_by(Env(40))
+    assert client.batches <= 2  # those under way when the first failed
+    assert client.most == 32
+    assert len(client.asked) == 40
+
+
+async def test_a_busy_service_is_asked_for_many_again():
+    client = Single(None, RateLimited("more layouts are drawn"), None)
+    assert await shown_by(client) == await shown_by(Env(40))
+    assert (client.batches, len(client.asked)) == (3, 40)
+
+
+async def test_an_unknown_environment_is_an_error():
+    class Unknown(Single):
+        async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
+            raise NotFound("no environment")
+
+    with pytest.raises(NotFound, match="no environment"):
+        await shown_by(Unknown(*[NotFound("no such route")] * 3))
 
 
 async def test_demonstrations_and_the_file_that_is_made_of_them_are_the_same_data(tmp_path: Path):

@@ -12,7 +12,7 @@ import orjson
 
 from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RateLimited, VolleyError
 from shared.files import storage
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
@@ -20,7 +20,7 @@ from shared.run import checkpoint_files
 from shared.run_config import section_of
 from shared.schema import RunConfig
 from volley_supervised.conversations.dataset import Dataset, Example, Kind, TooLong, digest, split, tokenized
-from volley_supervised.conversations.demonstrations import Demonstrator, as_records, fetch
+from volley_supervised.conversations.demonstrations import Demonstrator, all_of, as_records, fetch
 from volley_supervised.conversations.files import Split, files_of, records
 from volley_supervised.sections import SftSection
 
@@ -149,15 +149,29 @@ def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tupl
     return RunData(replace(whole, examples=train), [*held_out, *(files.examples if files else ())], files, digests)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RetryingDemonstrator:
-    """Client of the environment service that retries each call alone, so that fetched demonstrations are kept."""
+    """Client of the environment service that retries each call alone, so that fetched demonstrations are kept.
+
+    Demonstrations that cannot be had together (no such route, too many bytes, too slow) are asked for one at a time,
+    and so are all later ones, unless the service was only busy.
+    """
 
     client: Demonstrator
     waiter: Waiter
+    is_together: bool = True
 
     async def num_tasks(self, env: str, split: str) -> int:
         return await self.waiter.retry_until_stopped(lambda: self.client.num_tasks(env, split))
 
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
+        return await self.waiter.retry_until_stopped(lambda: self.client.demonstration(env, split, index))
+
     async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
-        return await self.waiter.retry_until_stopped(lambda: self.client.demonstrations(env, split, indices))
+        if self.is_together:
+            try:
+                return await self.client.demonstrations(env, split, indices)
+            except VolleyError as error:
+                self.is_together = isinstance(error, RateLimited)
+                _log.info("asking for demonstrations one at a time", reason=str(error))
+        return await all_of(self.demonstration(env, split, index) for index in indices)

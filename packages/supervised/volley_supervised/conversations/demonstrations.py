@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from itertools import batched
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ class Demonstrator(Protocol):
     """Methods of the environment's client that are used here."""
 
     async def num_tasks(self, env: str, split: str) -> int: ...
+
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply: ...
 
     async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]: ...
 
@@ -38,12 +40,18 @@ async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[Demon
         async with limit:
             return await client.demonstrations(env, _SPLIT, indices)
 
+    found = await all_of(some(indices) for indices in batched(chosen.tolist(), _AT_ONCE))
+    return [shown for part in found for shown in part]
+
+
+async def all_of[T](calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run calls concurrently and return their results in order. Raises the first error."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(some(indices)) for indices in batched(chosen.tolist(), _AT_ONCE)]
+            tasks = [group.create_task(call) for call in calls]
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
-    return [shown for task in tasks for shown in task.result()]
+    return [task.result() for task in tasks]
 
 
 def as_records(env: str, shown: Sequence[DemonstrationReply]) -> list[tuple[str, dict[str, Any]]]:
