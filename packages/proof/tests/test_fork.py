@@ -203,7 +203,7 @@ def test_settings_that_cannot_change_are_named_before_anything_is_made(source: R
 @pytest.mark.parametrize("override", ["algorithm.name=ppo", "algorithm.beta=0.1"])
 def test_a_critic_or_a_reference_begins_with_the_first_weights(source: RunFolder, override: str):
     """The checkpoint of step 0, which is retained, has neither."""
-    assert planned(source, wanted(0), []).beginning is not None
+    assert planned(source, wanted(0), []).start is not None
     plan = planned(source, wanted(0), [override])
     assert plan.start is None
     train(plan)

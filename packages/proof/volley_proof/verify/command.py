@@ -72,7 +72,7 @@ def main(run_dir: Path) -> int:
     with working("verifying") as tell:
         proof = prove(run_dir.absolute(), tell)
     if proof is None:
-        raise ConfigError(f"{run_dir} is not the folder of a run", RunFolder(run_dir).hint())
+        raise ConfigError(f"{run_dir} is not the folder of a run: it holds no config.yaml", RunFolder(run_dir).hint())
     print_result(proof.result, proof.text)
     return 0 if proof.result["ok"] else 1
 
