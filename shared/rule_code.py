@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import linecache
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,6 +23,8 @@ _IMPORTS = "a rule may import numpy, a loss also jax, and packages of the enviro
 
 _TIMES = 3
 """Calls that have to give the same result."""
+LONGEST_S = 30.0
+"""Longest call of a rule beside an event loop."""
 
 
 def read(value: str) -> OwnRule:
@@ -54,6 +59,28 @@ def called(rule: OwnRule, given: Any) -> Any:
         return function(given)
     except (Exception, SystemExit) as error:
         raise _failed(rule, error) from error
+
+
+async def in_thread[T](key: str, work: Callable[[], T]) -> T:
+    """Run `work()`, which calls the rule of a configuration's key, beside the event loop. Raises RuleFailed.
+
+    The rule may take LONGEST_S. Its thread, which nothing can stop, does not delay the end of the process.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 the caller gets it
+                future.set_exception(error)
+
+    threading.Thread(target=run, name="rule", daemon=True).start()
+    try:
+        async with asyncio.timeout(LONGEST_S):
+            return await asyncio.wrap_future(future)
+    except TimeoutError as error:
+        raise RuleFailed(f"the rule of {key} took more than {LONGEST_S:g} s", "does it loop without an end?") from error
 
 
 def checked[I, O](

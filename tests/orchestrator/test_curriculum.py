@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,7 @@ import pytest
 from services.orchestrator.mixture.curriculum import Curriculum, rule_of
 from services.orchestrator.mixture.suspension import Suspensions
 from services.orchestrator.tallies import EnvironmentTallies
-from shared import config, own_rules
+from shared import config, own_rules, rule_code
 from shared.data_schema import CurriculumConfig
 from shared.errors import ConfigError, QueueUnavailable, RuleFailed
 from shared.run import rule_files
@@ -35,7 +36,7 @@ def tallied(env: str, tallies: EnvironmentTallies, *groups: tuple[bool, ...]) ->
 
 
 def judged(curriculum: Curriculum, *envs: str) -> dict[str, float]:
-    return curriculum.judged({}, dict.fromkeys(envs, 0)) if curriculum.is_due else {}
+    return asyncio.run(curriculum.judged({}, dict.fromkeys(envs, 0))) if curriculum.is_due else {}
 
 
 def test_the_learnability_of_groups_is_an_unbiased_estimate_of_the_variance_of_success():
@@ -313,6 +314,20 @@ async def test_a_rule_that_fails_later_ends_the_run(tmp_path):
         await run.mixture.watch()
 
 
+async def test_a_rule_that_takes_too_long_fails_by_its_name_and_stalls_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rule_code, "LONGEST_S", 0.2)
+    body = "if m.envs['frozen_lake'].tickets == 7:\n    import threading\n    threading.Event().wait(2)\nreturn {}"
+    run = MixtureUnderTest(tmp_path, members={"frozen_lake": 1}, curriculum=own(tmp_path, body, every_groups=1))
+    await run.look()
+    await run.play(7)
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    looking = asyncio.ensure_future(run.look())
+    await asyncio.sleep(0.01)
+    assert not looking.done()
+    with pytest.raises(RuleFailed, match=r"the rule of data.curriculum.custom took more than 0.2 s"):
+        await looking
+
+
 def test_dump_prefers_large_advantages_and_little_known_environments():
     named = {"data": {"curriculum": {"custom": "dump.py:curriculum"}}}
     text = rule_files.resolved(named, Path("examples/rules"))[own_rules.CURRICULUM]
@@ -320,7 +335,7 @@ def test_dump_prefers_large_advantages_and_little_known_environments():
     for env, outcome in (("solved", (True, True)), ("half", (True, False)), ("rare", (True, False))):
         tallied(env, tallies, *[outcome] * 8)
     curriculum = Curriculum(CurriculumConfig(custom=text), tallies, ["solved", "half", "rare"])
-    found = curriculum.judged({}, {"solved": 100, "half": 100, "rare": 20})
+    found = asyncio.run(curriculum.judged({}, {"solved": 100, "half": 100, "rare": 20}))
     a = float(np.abs((np.array([1, 0]) - 0.5) / np.std([1, 0])).mean())
     score = {"solved": bonus(100), "half": a + bonus(100), "rare": a + bonus(20)}
     assert found == {env: pytest.approx(np.exp((one - score["rare"]) / 0.5), abs=1e-4) for env, one in score.items()}

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from services.trainer.groups.filters import FilterOptions, has_variance, shares_without_variance
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from services.trainer.loop.ledger import LedgerFile
-from shared import own_rules
+from shared import own_rules, rule_code
+from shared.errors import RuleFailed
 from shared.queue.records import StreamEntry
 from shared.queue.server import embedded_server
 from shared.run import ledger, rule_files
@@ -326,6 +327,29 @@ def own_filter(folder: Path, body: str) -> FilterOptions:
     (folder / "rule.py").write_text(f"def keeps(group):\n    {body}\n", encoding="utf-8")
     named = {"trainer": {"filters": {"custom": f"{folder}/rule.py:keeps"}}}
     return FilterOptions(custom=rule_files.resolved(named, folder)[own_rules.FILTER])
+
+
+async def test_a_filter_of_ones_own_decides_in_order_beside_the_event_loop(tmp_path: Path):
+    body = "import threading\n    return group.rewards[0] > 0 and threading.current_thread().name == 'rule'"
+    one = buffer(own_filter(tmp_path, body))
+    groups = [rewarded(i, [reward, 0.0]) for i, reward in enumerate((1.0, 0.0, 2.0, 0.0), 1)]
+    dropped = await one.receive([entry(made) for made in groups])
+    assert [(each.entry.ticket, each.rule) for each in dropped] == [(2, "custom"), (4, "custom")]
+    assert [held.group.ticket for held in one.waiting] == [1, 3]
+
+
+async def test_a_filter_that_takes_too_long_fails_by_its_name_and_adds_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rule_code, "LONGEST_S", 0.2)
+    body = "import threading\n    return not threading.Event().wait(2 * (group.rewards[0] == 7))"
+    one = buffer(own_filter(tmp_path, body))
+    receiving = asyncio.ensure_future(one.receive([entry(rewarded(1, [1.0])), entry(rewarded(2, [7.0]))]))
+    await asyncio.sleep(0.01)
+    assert not receiving.done()
+    with pytest.raises(RuleFailed, match=r"the rule of trainer.filters.custom took more than 0.2 s"):
+        await receiving
+    assert (one.n_waiting, one.progress.low) == (0, 0)
 
 
 async def test_a_filter_of_ones_own_is_on_record_by_its_name(bench: Bench, tmp_path: Path):

@@ -22,7 +22,7 @@ from shared import own_rules
 from shared.data_schema import MAX_WEIGHT, CurriculumConfig
 from shared.errors import RuleFailed
 from shared.own_rules import OwnRule
-from shared.rule_code import called, checked, loaded
+from shared.rule_code import called, checked, in_thread, loaded
 
 _LEAST_GROUPS = 8
 """Environments with fewer known groups keep their factor."""
@@ -82,13 +82,14 @@ class Curriculum:
         """True every `every_groups` groups, until `settled`."""
         return self._tallies.n_groups >= self._next
 
-    def judged(self, factors: Mapping[str, float], tickets: Mapping[str, int]) -> dict[str, float]:
+    async def judged(self, factors: Mapping[str, float], tickets: Mapping[str, int]) -> dict[str, float]:
         """Return new factors by environment. Raises RuleFailed.
 
         Args: factors, tickets: of each environment so far; the latter name all.
         """
         envs = {env: _inputs(self._tallies[env].recent, n, factors.get(env, 1.0)) for env, n in tickets.items()}
-        return self._rule(MixtureInputs(MappingProxyType(envs)))
+        inputs = MixtureInputs(MappingProxyType(envs))
+        return await in_thread(own_rules.CURRICULUM, lambda: self._rule(inputs))
 
     def after(self, last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
         """Return these environments' factors other than 1: the judged ones if one moves enough, else the last."""

@@ -219,7 +219,7 @@ class RunMixture:
             return {}
         played = await self._log.counts()
         names = sorted({*self._configured.members, *members_of(self._configured.members, offers, chosen)})
-        return curriculum.judged(self._log.current.factors, {env: played.get(env, 0) for env in names})
+        return await curriculum.judged(self._log.current.factors, {env: played.get(env, 0) for env in names})
 
     async def _sizes_of_newcomers(
         self, chosen: Mapping[str, float], asked: Mapping[str, float]

@@ -11,14 +11,16 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from services.trainer.groups.filters import NO_FILTERS, FilterOptions, verdict
 from shared.errors import DecodeError, Untrainable
 from shared.outcomes import DEFECTS, FilterRule
+from shared.own_rules import FILTER
 from shared.process.offload import by_size
 from shared.queue.records import Finished, StreamEntry
 from shared.routing import RoutingShape
+from shared.rule_code import in_thread
 from shared.run.archive import MAX_GROUP_BYTES
 from shared.run.lineage import ForkPoint, in_lineage, in_log
 from shared.run.progress import TicketProgress
@@ -87,6 +89,13 @@ class DroppedGroup:
         return Finished(self.entry.ticket, self.entry.entry_id)
 
 
+class _Examined(NamedTuple):
+    """The group of an entry or why it is none, and the filter that excludes it with its reason."""
+
+    group: Group | DecodeError
+    found: tuple[FilterRule, str] | None = None
+
+
 class GroupBuffer:
     """Holds groups until a step takes them; marks tickets finished in `progress` as it decides.
 
@@ -119,14 +128,28 @@ class GroupBuffer:
         return [held for held, _ in self._waiting.values()]
 
     async def receive(self, entries: Sequence[StreamEntry]) -> list[DroppedGroup]:
-        """Offer the entries in order; return those dropped. Large groups are decoded off the event loop."""
-        groups = [
-            await by_size(len(e.payload), lambda e=e: self._decoded(e)) if self._is_read(e) else None for e in entries
-        ]
-        return [dropped for dropped in map(self.offer, entries, groups) if dropped is not None]
+        """Offer the entries in order; return those dropped.
+
+        Large groups are decoded off the event loop, and the user's filter runs there. Raises RuleFailed; then no entry
+        was added.
+        """
+        examined = [await self._examined_beside(e) if self._is_read(e) else None for e in entries]
+        return [dropped for dropped in map(self.offer, entries, examined) if dropped is not None]
+
+    async def _examined_beside(self, entry: StreamEntry) -> _Examined:
+        if self._rules.filters.custom is not None:
+            return await in_thread(FILTER, lambda: self._examined(entry))
+        return await by_size(len(entry.payload), lambda: self._examined(entry))
+
+    def _examined(self, entry: StreamEntry) -> _Examined:
+        """Decode the group of an entry, and apply the filters if it can be trained. May block. Raises RuleFailed."""
+        group = self._decoded(entry)
+        if isinstance(group, DecodeError) or group.failure is not None or self._undone(group):
+            return _Examined(group)
+        return _Examined(group, verdict(group, self._rules.filters))
 
     def _decoded(self, entry: StreamEntry) -> Group | DecodeError:
-        """Decode the group of an entry; return the error if it is invalid or not of this model. May block."""
+        """Decode the group of an entry; return the error if it is invalid or not of this model."""
         try:
             group = Group.decode(entry.payload)
             for one in (one for t in group.trajectories for one in (t, *t.branches)):
@@ -135,6 +158,7 @@ class GroupBuffer:
                 if self._rules.routing is None:
                     raise DecodeError("an episode has experts, but the model has none")
                 self._rules.routing.check(one.routed_experts)
+            self._check(group, entry)
         except DecodeError as error:
             return error
         return group
@@ -143,38 +167,35 @@ class GroupBuffer:
         """True if the entry should be decoded: it is new, and was not delivered so often that it may kill readers."""
         return not self._is_known(entry) and entry.deliveries < MAX_DELIVERIES
 
-    def _is_known_version(self, version: WeightVersion) -> bool:
-        return in_lineage(version, self._lineage) or in_log(version, self._forks)
+    def _undone(self, group: Group) -> WeightVersion | None:
+        """Return a version of the group's tokens that is in no lineage."""
+        foreign = (v for v in sampled_by(group) if not in_lineage(v, self._lineage) and not in_log(v, self._forks))
+        return next(foreign, None)
 
     def _is_known(self, entry: StreamEntry) -> bool:
         return self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting
 
-    def offer(self, entry: StreamEntry, group: Group | DecodeError | None = None) -> DroppedGroup | None:
-        """Add an entry; return a `DroppedGroup` if its ticket ends at once. `group` is the result of `_decoded`."""
+    def offer(self, entry: StreamEntry, examined: _Examined | None = None) -> DroppedGroup | None:
+        """Add an entry; return a `DroppedGroup` if its ticket ends at once. Raises RuleFailed unless it is examined."""
         self.highest = max(self.highest, entry.ticket)
         if self._is_known(entry):
             return None
         if not self._is_read(entry):
             return self._drop(entry, "poison", f"{entry.deliveries - 1} trainers ended while they held it")
-        try:
-            group = self._decoded(entry) if group is None else group
-            if isinstance(group, DecodeError):
-                raise group
-            self._check(group, entry)
-        except Untrainable as error:
-            return self._drop(entry, "filtered", error.detail, rule=error.rule)
-        except DecodeError as error:
-            return self._drop(entry, "poison", error.detail)
+        group, found = examined or self._examined(entry)
+        if isinstance(group, Untrainable):
+            return self._drop(entry, "filtered", group.detail, rule=group.rule)
+        if isinstance(group, DecodeError):
+            return self._drop(entry, "poison", group.detail)
         if group.failure is not None:
             return self._drop(entry, "filtered" if group.rule else "failed", group.failure, rule=group.rule)
         held = ready_group(group, entry.payload, entry.entry_id)
-        undone = next((v for v in sampled_by(group) if not self._is_known_version(v)), None)
-        if undone is not None:
+        if undone := self._undone(group):
             return self._drop(
                 entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest)
             )
         emptied = StreamEntry(entry.entry_id, entry.ticket, b"", entry.deliveries)
-        if found := verdict(group, self._rules.filters):
+        if found is not None:
             rule, why = found
             return self._drop(emptied, "filtered", why, (held.oldest, held.newest), rule)
         self._waiting[entry.ticket] = held, emptied
