@@ -20,6 +20,7 @@ import orjson
 import yaml
 from pydantic import ValidationError
 
+from shared import removed_keys
 from shared.config_files import PROJECT, is_plain, present, read_tree, translated
 from shared.config_mistakes import check_form, explained
 from shared.errors import ConfigError
@@ -287,6 +288,7 @@ def validate(tree: Any) -> LoadedConfig:
     """Validate a plain or OmegaConf tree. Raises ConfigError."""
     with translated("the configuration"):
         plain: Any = dict(tree) if isinstance(tree, dict) else _resolved(tree)
+        plain = removed_keys.without_in(plain) if isinstance(plain, dict) else plain
     try:
         return LoadedConfig(run_model().model_validate(plain), plain)
     except ValidationError as error:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from shared import packages
 from shared.errors import ConfigError
 from shared.hints import advice, hint_for, meant_by, renamed
+from shared.removed_keys import REMOVED
 from shared.run_config import run_model
 from shared.visible import shortened
 
@@ -134,6 +135,8 @@ def _explain(error: Any) -> str:
 
 def _explain_unknown(key: str, known: Iterable[str], value: Any) -> str:
     """Name the key that was meant: another trainer's, a similar one of the same section, or one of another section."""
+    if key in REMOVED:
+        return f"unknown key {key}: {REMOVED[key].successor} replaced it"
     if found := hint_for(key, value):
         return f"unknown key {key}: {found[0]} ({found[1]})"
     if owner := packages.missing(key):

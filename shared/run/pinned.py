@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from shared import own_rules
+from shared import own_rules, removed_keys
 from shared.algorithm_schema import default_of, every_key, keys_of
 from shared.errors import ConfigError
 from shared.run_config import keys, run_model, sections
@@ -179,13 +179,14 @@ def _irrelevant() -> tuple[str, ...]:
 def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
     """Return the settings in force in `epoch`; empty if nothing was recorded.
 
-    Before the first entry, its settings apply, since nothing had changed.
+    Before the first entry, its settings apply, since nothing had changed. Raises ConfigError for settings that this
+    version or installation lacks (shared.removed_keys).
     """
     found: dict[str, Any] = {}
     for began, changed in settings:
         if not found or began <= epoch:
             found |= changed
-    return _of_its_algorithm(found)
+    return _of_its_algorithm(removed_keys.readable(found))
 
 
 def _of_its_algorithm(flat: Flat) -> dict[str, Any]:
@@ -231,7 +232,11 @@ def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> d
 
 
 def changes(was: Flat, now: Flat) -> list[Change]:
-    """Return the keys whose values differ, sorted. A key missing on one side has its default there."""
+    """Return the keys whose values differ, sorted. A key missing on one side has its default there.
+
+    Raises ConfigError for keys that this version or installation lacks (shared.removed_keys).
+    """
+    was, now = removed_keys.readable(was), removed_keys.readable(now)
     keys = sorted(key for key in {*was, *now} if not key.startswith(_irrelevant()))
     filled = {key: (_value(was, key), _value(now, key)) for key in keys}
     return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not _means_the_same(key, a, b)]

@@ -223,6 +223,20 @@ def test_a_finished_run_tells_what_its_trainer_had_in_force(tmp_path: Path) -> N
     assert runs.stored(folder.path)[0].config.trainer.max_steps == 5
 
 
+def test_a_run_of_an_earlier_version_goes_on_without_a_removed_key(tmp_path: Path) -> None:
+    wanted, custom = loaded(tmp_path), "orchestrator.generation.filters.custom"
+    state = initial_state(0).starting_epoch(1, keep_reference=False, settings={**relevant(wanted.config), custom: []})
+    checkpoints = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays())
+    claim(wanted)
+    checkpoints.fence(1)
+    checkpoints.save(replace(state, step=4, low=4), CheckpointContents({}, {}, None, {}, None), None)
+    with runs.claimed(wanted) as (folder, record, _):
+        done = runs.mark_finished(folder, record)
+    assert (done.finished, done.amendments) == (True, ())
+    assert custom not in done.config
+    assert custom.rpartition(".")[2] not in folder.config.read_text(encoding="utf-8")
+
+
 def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
     with runs.claimed(loaded(tmp_path)), pytest.raises(ConfigError, match="is being trained by process"):
         claim(loaded(tmp_path))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.trainer.status import TrainerStatus
+from shared import config
 from shared.errors import ConfigError, NonFinite
 from shared.run import archive, commits, ledger, pinned
 from shared.run.pinned import Flat
@@ -18,7 +19,8 @@ from shared.types import WeightVersion
 from tests.trainer.fakes import Bench, stopped
 
 RATE = "trainer.optimizer_config.learning_rate"
-SETTINGS = pinned.relevant(RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}}))
+CONFIG = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}})
+SETTINGS = pinned.relevant(CONFIG)
 E1 = [WeightVersion(1, step) for step in range(9)]
 
 
@@ -232,6 +234,35 @@ async def test_settings_that_cannot_be_put_in_force_again_branch_the_lineage(ben
     await run_until_step(bench, 2)
     assert "no such rate" in (bench.status.branched or "")
     assert trained(bench) == {1: (2, 1), 2: (2, 1), 3: (2, 2), 4: (2, 2)}
+
+
+async def test_steps_of_an_earlier_version_are_trained_again_without_a_removed_key(bench: Bench):
+    """Every run recorded the key with its default."""
+
+    def put(settings: Flat) -> None:
+        bench.events.append(f"under {config.apply_settings(CONFIG, settings).mode}")
+
+    bench.backend.apply_settings = put
+    bench.settings = {**SETTINGS, "orchestrator.generation.filters.custom": []}
+    await crashed_after(bench, 2)
+    bench.settings = SETTINGS
+    bench.feed(5, 6, version="e000001-s000002")
+    await run_until_step(bench, 3)
+    assert bench.status.branched is None
+    assert trained(bench) == {1: (1, 1), 2: (1, 1), 3: (1, 2), 4: (1, 2), 5: (2, 3), 6: (2, 3)}
+    assert bench.events.count("under rl") >= 3
+
+
+async def test_a_setting_that_this_version_lacks_undoes_no_step(bench: Bench):
+    custom = "orchestrator.generation.filters.custom"
+    bench.settings = {**SETTINGS, custom: ["my.rules:keeps"]}
+    put_in_force(bench)
+    bench.settings[RATE] = 1.0
+    await crashed_after(bench, 2)
+    bench.settings = {**SETTINGS, RATE: 1.0}
+    with pytest.raises(ConfigError, match=r"trainer\.filters\.custom replaced it"):
+        await run_until_step(bench, 2)
+    assert not any("rollback" in line for line in bench.ledger.read())
 
 
 def put_in_force(bench: Bench) -> None:

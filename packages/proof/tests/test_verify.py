@@ -60,6 +60,12 @@ def test_a_valid_run_is_proven(run: RunFolder, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.endswith("\nproven: 10 groups, each trained exactly once\n")
 
 
+def test_a_run_that_records_a_removed_key_without_an_effect_is_proven(run: RunFolder):
+    settings = orjson.loads(run.record.read_bytes())["config"]
+    edit_json(run.record, config={**settings, "orchestrator.generation.filters.custom": []})
+    assert verify(run)["violations"] == []
+
+
 # What is planted, and how: each takes the run's folder and breaks one thing.
 
 

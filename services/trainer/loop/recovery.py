@@ -80,12 +80,16 @@ class LoggedSteps:
             return None
 
     def train(self, backend: TrainerBackend, step: int) -> Divergence | None:
-        """Retrain a step on the weights before it, under its own settings. Blocks. Raises Unavailable."""
+        """Retrain a step on the weights before it, under its own settings. Blocks.
+
+        Raises Unavailable, and ConfigError for settings that this version or installation lacks.
+        """
         version = self.version(step)
+        settings = pinned.in_force(self._head.settings, version.epoch)
         try:
             payloads = self._archive.read(version)
             held = [ready_group(Group.decode(payload), payload, "") for payload in payloads]
-            backend.apply_settings(pinned.in_force(self._head.settings, version.epoch))
+            backend.apply_settings(settings)
             backend.step(held, WeightVersion(version.epoch, step - 1))
         except DecodeError as error:
             return Divergence(version, f"its groups cannot be read: {error.detail}")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import config
+from shared import config, removed_keys
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.commands import train
@@ -135,7 +135,7 @@ def compared(folders: Sequence[RunFolder]) -> list[ComparedRun]:
     for folder in folders:
         report.check(folder)
     records = [read_record(folder) for folder in folders]
-    configs = [dict(record.config) if record else {} for record in records]
+    configs = [removed_keys.without(record.config) if record else {} for record in records]
     keys = sorted({key for one in configs for key in one} - set(_NOT_COMPARED))
     differing = [key for key in keys if len({json.dumps(one.get(key)) for one in configs}) > 1]
     return [
