@@ -144,7 +144,8 @@ def _uses(file: str, text: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_named(node.value, starts):
-            yield from (*accumulate(node.value.split("."), "{}.{}".format), f"{node.value}.__main__")
+            yield from (node.value, f"{node.value}.__main__")
+            yield from (of for of in accumulate(node.value.split("."), "{}.{}".format) if "." in of)
     if path.name == "__main__.py":
         yield from (f"{of}.app" for of in _names(path.parent / "__init__.py"))
 

@@ -42,6 +42,7 @@ def test_the_suites_that_need_jax_have_its_environment() -> None:
         ("packages/extra/volley_extra/part.py", {"tests/test_packages.py", "tests/test_limit.py"}),
         ("packages/extra/volley_extra/inner.py", {"tests/test_packages.py", "tests/test_limit.py"}),
         ("packages/extra/volley_extra/other.py", set()),
+        ("volley/__init__.py", {"tests/test_run.py"}),
         ("docs/left.md", set()),
     ],
 )
@@ -61,7 +62,8 @@ def test_a_change_reaches_what_imports_starts_or_reads_it(tmp_path: Path, change
         "packages/extra/volley_extra/part.py": "from shared import codec\nfrom volley_extra import inner",
         "packages/extra/volley_extra/inner.py": "",
         "packages/extra/volley_extra/other.py": "",
-        "shared/packages.py": "",
+        "shared/packages.py": 'SECTIONS = "volley.sections"',
+        "volley/__init__.py": "",
         "tests/test_packages.py": "from shared import packages",
         "tests/test_limit.py": 'monkeypatch.setattr("volley_extra.part._LIMIT", 1)',
     }
