@@ -47,14 +47,14 @@ TWO_ATTEMPTS = TokenBounds(context_length=256, max_response_length=16, max_turns
 
 @cache
 def error_classes():
-    """Names of all classes in the sources that descend from VolleyError. Those of the command line end a command, never
+    """Names of all classes in the sources that descend from VolleyError. Those of Python's API end a command, never
     an episode.
     """
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         for folder in ("services", "shared", "packages/*/volley_*")
         for file in PROJECT.glob(f"{folder}/**/*.py")
-        if file.relative_to(PROJECT).parts[:2] != ("services", "cli")
+        if file.relative_to(PROJECT).parts[:2] != ("packages", "python")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     }

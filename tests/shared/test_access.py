@@ -74,6 +74,7 @@ env           service POST /{env}/num_tasks
 env           service GET /{env}/task
 env           service POST /{env}/task
 env           service POST /{env}/demonstration
+env           service POST /{env}/demonstrations
 orchestrator  viewer  GET /runs
 orchestrator  viewer  GET /runs/{name}
 orchestrator  admin   PATCH /runs/{name}
