@@ -69,10 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(run_dir: Path) -> int:
     """Print the result. Exit code 0 if the run is proven, else 1. Raises ConfigError if it is not a run's folder."""
+    RunFolder(run_dir).check()
     with working("verifying") as tell:
         proof = prove(run_dir.absolute(), tell)
     if proof is None:
-        raise ConfigError(f"{run_dir} is not the folder of a run: it holds no config.yaml", RunFolder(run_dir).hint())
+        raise ConfigError(f"{run_dir}: config.yaml has been removed")
     print_result(proof.result, proof.text)
     return 0 if proof.result["ok"] else 1
 
