@@ -25,7 +25,7 @@ print(GRPOConfig.__name__, tunix.__version__)
 def test_tunix_is_loaded_whole_when_one_of_its_own_names_is_asked_for() -> None:
     variables = variables_of("trainer", cpu=True)
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], cwd=PROJECT, env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _PROGRAM], cwd=PROJECT, env=variables, capture_output=True, encoding="utf-8", check=False
     )
     assert (done.stderr.count("Error"), done.returncode) == (0, 0), done.stderr
     name, version = done.stdout.split()[-2:]
