@@ -96,7 +96,10 @@ MISTAKES = [
     (["train", "--config", "binary.yaml"], "config file binary.yaml is not text"),
     (["train", "--config", "twice.yaml"], "config file twice.yaml is not valid YAML, line 3: the key 'run' is given"),
     (["report", "missing"], "{cwd}/missing is no folder"),
-    (["verify", "quickstart"], "quickstart is not the folder of a run: there is no such folder\n  did you mean runs/quickstart?\n"),
+    (
+        ["verify", "quickstart"],
+        "quickstart is not the folder of a run: there is no such folder\n  did you mean runs/quickstart?\n",
+    ),
     (
         ["quickstart", "--steps", "3"],
         "unrecognized arguments: --steps\n  settings have no dashes: write trainer.max_steps=3",
