@@ -60,8 +60,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 @asynccontextmanager
 async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[RunningService]:
     """Open the orchestrator from plain settings. Raises ConfigError."""
-    if settings.curriculum is not None:
-        rule_of(settings.curriculum, settings.members)  # a rule of the user that fails ends the start
+    _check_rule(settings)
     tokens = read_tokens(settings.token_files)
     token = tokens.of(Role.SERVICE) if tokens else None
     tokenizer, routing = await _model(settings)
@@ -109,6 +108,12 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             _application(settings, tokens, orchestrator, recorder),
             [fleet.watch, orchestrator.work, handover.watch, *(recorder.workers if recorder else ())],
         )
+
+
+def _check_rule(settings: OrchestratorSettings) -> None:
+    """Raise ConfigError for a curriculum of the user that fails on made inputs; a run makes its own only later."""
+    if settings.curriculum is not None:
+        rule_of(settings.curriculum, settings.members)
 
 
 def _policy(settings: OrchestratorSettings) -> GenerationPolicy:
