@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.orchestrator.app import open_orchestrator
 from services.orchestrator.mixture.curriculum import Curriculum, rule_of
 from services.orchestrator.mixture.suspension import Suspensions
+from services.orchestrator.settings import from_config
 from services.orchestrator.tallies import EnvironmentTallies
 from shared import config, own_rules, rule_code
 from shared.data_schema import CurriculumConfig
@@ -20,6 +22,7 @@ from shared.errors import ConfigError, QueueUnavailable, RuleFailed
 from shared.run import rule_files
 from shared.types import Group, WeightVersion
 from tests.orchestrator.mixtures import MixtureUnderTest, row
+from tests.orchestrator.test_component import run_config
 from tests.support.small_run import group
 
 EVERY = CurriculumConfig(every_groups=16, floor=0.1)
@@ -349,3 +352,11 @@ def bonus(tickets: int) -> float:
 def test_settings_that_mean_nothing_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"data\.curriculum"):
         config.load(["configs/quickstart.yaml"], [f"data.curriculum={wrong}"])
+
+
+async def test_an_orchestrator_does_not_start_with_a_curriculum_that_fails(tmp_path: Path) -> None:
+    made = from_config(run_config(tmp_path))
+    settings = replace(made, curriculum=own(tmp_path, "return None"), model_path=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"data\.curriculum\.custom"):
+        async with open_orchestrator(settings):
+            pass
