@@ -355,7 +355,7 @@ def test_settings_that_mean_nothing_are_refused(wrong):
 
 
 async def test_an_orchestrator_does_not_start_with_a_curriculum_that_fails(tmp_path: Path) -> None:
-    made = from_config(run_config(tmp_path))
+    made = from_config(run_config(tmp_path, services={"redis_url": "redis://127.0.0.1:1/0"}))
     settings = replace(made, curriculum=own(tmp_path, "return None"), model_path=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data\.curriculum\.custom"):
         async with open_orchestrator(settings):
