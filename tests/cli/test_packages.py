@@ -300,7 +300,7 @@ def test_without_the_package_of_views_a_run_ends_with_its_proof_alone(
 def test_its_folder_is_proven(site: Path, tmp_path: Path) -> None:
     (tmp_path / "word").touch()
     done = volley(site, "verify", str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "proven: a word\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "proven: a word\n", "")
 
 
 def test_two_packages_with_one_name_are_refused(site: Path) -> None:

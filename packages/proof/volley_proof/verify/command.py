@@ -68,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path) -> int:
-    """Print the result. Exit code 0 if the run is proven, else 1. Raises ConfigError if it is not a run's folder."""
-    RunFolder(run_dir).check()
+    """Print the result. Exit code 0 if the folder is proven, else 1. Raises ConfigError if no package knows it."""
     with working("verifying") as tell:
         proof = prove(run_dir.absolute(), tell)
     if proof is None:
-        raise ConfigError(f"{run_dir}: config.yaml has been removed")
+        RunFolder(run_dir).check()
+        raise ConfigError(f"{run_dir}: no installed package can verify this folder")
     print_result(proof.result, proof.text)
     return 0 if proof.result["ok"] else 1
 
