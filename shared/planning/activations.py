@@ -17,14 +17,14 @@ from shared.models.parameters import parameters
 from shared.planning.training import ITEM_SIZES
 
 _FLOAT32 = 4
-_CHUNK = 64
-"""Positions whose logits are computed at once, as in the trainer's `logprobs`."""
+_LEAST_CHUNK, _CHUNK_LOGITS = 64, 2**24
+"""Positions whose logits are computed at once, and logits of more of them, as in the trainer's `logprobs`."""
 _LOGITS = 3
 """Arrays of a chunk's logits that are live at once in its backward pass."""
-_BLOCK, _MOST_BLOCKS = 256, 8
-"""Fewest queries of a block of attention, and most blocks, as in the trainer's `attention`."""
-_SCORES = 17
-"""Bytes per pair of a query and a key in the backward pass of a block of attention."""
+_TILE, _MOST_TILES, _TILE_ELSEWHERE = 128, 16, 512
+"""Queries and keys of a tile of attention, as in the trainer's `attention`."""
+_SCORES = 16
+"""Bytes per pair of a query and a key in the backward pass of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class BatchSize:
         return self.rows * self.length
 
     @property
-    def n_blocks(self) -> int:
-        """Blocks of queries in which a row's attention is computed."""
-        size = max(_BLOCK, -(-self.length // _MOST_BLOCKS))
-        return -(-self.length // size)
+    def tile(self) -> int:
+        """Queries, and keys, of a tile of attention."""
+        most = max(_TILE, -(-self.length // _MOST_TILES)) if self.on_host else _TILE_ELSEWHERE
+        return min(most, self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ class _TokenBytes:
 
     attention: float
     feed_forward: float
-    scores: float
     inputs: float
     attending: float
     feeding: float
@@ -75,13 +74,13 @@ def activations(model: ModelConfig, batch: BatchSize) -> int:
     """Bytes that the largest micro-batch takes on a device between inputs and gradients."""
     one, n_layers, n = _token_bytes(model, batch), model.num_hidden_layers, batch.n_positions / batch.tp
     hidden, item = model.hidden_size, ITEM_SIZES[batch.dtype]
-    whole = one.attention + one.feed_forward + one.scores
+    whole = one.attention + one.feed_forward
     if batch.remat == "none":
         stored, live = whole, max((16 + 2 * item) * hidden, one.attending - whole)
     elif batch.remat == "block":
         stored, live = one.inputs, max(one.attending, one.feeding)
     else:
-        stored, live = item * hidden, one.inputs + max(one.attention + one.feeding + one.scores, one.attending)
+        stored, live = item * hidden, one.inputs + max(one.attention + one.feeding, one.attending)
     layers = n_layers * n * stored
     return int(_casts(model, batch) + layers + max(n * live, _of_logits(model, batch)))
 
@@ -97,22 +96,17 @@ def _casts(model: ModelConfig, batch: BatchSize) -> int:
 
 
 def _token_bytes(model: ModelConfig, batch: BatchSize) -> _TokenBytes:
-    item, n_blocks = ITEM_SIZES[batch.dtype], batch.n_blocks
-    latent = model.latent
+    item, latent = ITEM_SIZES[batch.dtype], model.latent
     head = model.head_dim if latent is None else latent.qk_head_dim
     queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
-    scores = 0 if batch.splash else model.num_attention_heads * batch.length
-    of_queries = (12 + 2 * item + (2 if batch.splash else 0)) * queries
-    of_keys = (12 + 2 * item) * keys
-    sliced = 0 if batch.splash or n_blocks == 1 else item * keys
-    attention = of_queries + of_keys + sliced * (n_blocks - 1)
-    attending = of_queries + of_keys + sliced * n_blocks + _SCORES * scores / n_blocks
+    stored = (8 + 2 * item) * (queries + keys) + _FLOAT32 * model.num_attention_heads
+    added = (4 + 3 * item) * queries + (8 + 4 * item) * keys  # gradients, and operands of products the other way round
+    scores = 0 if batch.splash else _SCORES * model.num_attention_heads * batch.tile**2 / batch.length
     return _TokenBytes(
-        attention=attention,
+        attention=stored,
         feed_forward=_feed_forward(model, item),
-        scores=(9.2 + item) * scores if n_blocks == 1 else 0.0,
         inputs=(24 + 2 * item) * model.hidden_size,
-        attending=attending,
+        attending=stored + added + scores,
         feeding=_feeding(model, item),
     )
 
@@ -136,7 +130,8 @@ def _feeding(model: ModelConfig, item: int) -> float:
 
 def _of_logits(model: ModelConfig, batch: BatchSize) -> float:
     """Bytes of a chunk's logits in the backward pass, of the gathered output projection and of its gradient."""
-    n_logits = batch.rows * min(_CHUNK, batch.length) * model.vocab_size
+    chunk = max(_LEAST_CHUNK, _CHUNK_LOGITS // (batch.rows * model.vocab_size))
+    n_logits = batch.rows * min(chunk, batch.length) * model.vocab_size
     projection = model.vocab_size * model.hidden_size / batch.tp
     is_cast = batch.on_host and batch.dtype != "float32"
     gradient = 0 if batch.adapts and not is_cast else _FLOAT32 * projection  # a cast projection is as large

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries against float64 numpy, with its gradient, for rows of one sequence and packed ones."""
+"""Attention in tiles against float64 numpy, with its gradient, for rows of one sequence and packed ones."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, opt
     ("length", "options"),
     [(40, PLAIN), (530, PLAIN), (300, GEMMA), pytest.param(530, GEMMA, marks=pytest.mark.long)],
 )
-def test_blocks_give_what_all_positions_at_once_give(length: int, options: ScoreOptions, packed: bool):
+def test_tiles_give_what_all_positions_at_once_give(length: int, options: ScoreOptions, packed: bool):
     rng = np.random.default_rng(length)
     q, k, v = (rng.normal(size=(B, length, n, H)) for n in (N, K, K))
     until, positions = None, None
@@ -64,18 +64,41 @@ def test_blocks_give_what_all_positions_at_once_give(length: int, options: Score
         return jnp.sum(jnp.sin(attend(*parts)))
 
     def at_once(q, k, v):
-        grouped = q.reshape(B, length, K, N // K, H)
-        places = np.arange(length)[None] if positions is None else positions
-        return attention._block(grouped, k, v, until, places, first=0, options=options).reshape(q.shape)
+        k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (options.scale or H**-0.5)
+        scores = options.softcap * jnp.tanh(scores / options.softcap) if options.softcap else scores
+        weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
-    of_blocks = jax.grad(partial(total, lambda *parts: attend(*parts, until)), argnums=(0, 1, 2))(*low)
-    for ours, theirs in zip(of_blocks, jax.grad(partial(total, at_once), argnums=(0, 1, 2))(*low), strict=True):
+    of_tiles = jax.grad(partial(total, lambda *parts: attend(*parts, until)), argnums=(0, 1, 2))(*low)
+    with jax.enable_x64(True):
+        expected = jax.grad(partial(total, at_once), argnums=(0, 1, 2))(q, k, v)
+    for ours, theirs in zip(of_tiles, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=3e-6, atol=5e-6)
 
 
-def test_no_block_looks_past_its_end():
+def test_tokens_that_see_nothing_have_finite_values_and_no_gradient():
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(1, 300, n, H)).astype(np.float32) for n in (N, K, K))
+    until = np.where(np.arange(300) < 200, 200, 0).astype(np.int32)[None]  # the last hundred are padding
+
+    def total(q, k, v):
+        made = attention.attend(q, k, v, until)
+        return jnp.sum(made[:, :200]), made
+
+    gradients, made = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    assert np.isfinite(made).all()
+    assert all(np.isfinite(one).all() and not np.any(one[:, 200:]) for one in gradients)
+
+
+def test_a_row_of_many_tiles_has_few_of_them():
+    assert [attention.tile_size(n) for n in (1, 40, 128, 130, 2048, 2049, 32_768)] == [1, 40, 128, 72, 128, 136, 2048]
+
+
+def test_no_tile_looks_past_its_end():
     """What comes later may be anything: it is not read, let alone multiplied by zero."""
     q, k, v = (np.random.default_rng(0).normal(size=(1, 530, n, H)).astype(np.float32) for n in (N, K, K))
     whole = attention.attend(q, k, v)
-    k[:, 300:], v[:, 300:] = np.inf, np.nan
-    assert np.array_equal(attention.attend(q, k, v)[:, :256], whole[:, :256])
+    end = 2 * attention.tile_size(530)
+    k[:, end:], v[:, end:] = np.inf, np.nan
+    assert np.array_equal(attention.attend(q, k, v)[:, :end], whole[:, :end])

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.terms.logprobs import CHUNK, token_scores
+from services.trainer.algorithms.terms import logprobs
+from services.trainer.algorithms.terms.logprobs import LEAST_CHUNK, chunk_size, token_scores
 from services.trainer.batches.batch import Batch
 from services.trainer.learner.scoring import objective, params_of
 from shared.algorithm_schema import GrpoSection
@@ -86,9 +87,10 @@ def optimized() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("optimized")
-def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
+def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits(monkeypatch: pytest.MonkeyPatch):
     """Neither forward nor backward. The vocabulary has a size that nothing else has."""
-    rows, length, vocab = 2, 4 * CHUNK, 1019
+    rows, length, vocab = 2, 4 * LEAST_CHUNK, 1019
+    monkeypatch.setattr(logprobs, "_CHUNK_LOGITS", 0)
     config = CONFIG | {"vocab_size": vocab, "num_hidden_layers": 1}
     model = model_of(models.random_weights(config, 0), config)
     ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
@@ -97,7 +99,14 @@ def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
         made = algorithm(GrpoSection(entropy_coef=0.1 * (entropy == "gradient")), 1, 16)
         loss = objective(model, made.loss, 1.0, entropy)
         gradient = jax.grad(lambda p, b, loss=loss: loss(p, b)[0])
-        assert largest_with(vocab, gradient, params_of(model), batch) == rows * CHUNK * vocab
+        assert largest_with(vocab, gradient, params_of(model), batch) == rows * LEAST_CHUNK * vocab
+
+
+def test_a_chunk_is_as_long_as_its_logits_allow():
+    assert chunk_size(1, 2048, 49_152) == 293  # seven chunks of a row of 2,048
+    assert chunk_size(4, 1024, 49_152) == 79
+    assert chunk_size(16, 1024, 151_936) == LEAST_CHUNK
+    assert chunk_size(2, 40, 1019) == 40
 
 
 @pytest.mark.usefixtures("optimized")

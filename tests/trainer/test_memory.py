@@ -275,16 +275,16 @@ def test_an_exact_pass_rounds_one_matrix_at_a_time() -> None:
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = config.load([], RUN).config
-    limit = max(estimate(one).peak for one in ("trainer.train_micro_batch_size=4", "model.remat=decoder"))
+    run, deep = config.load([], RUN).config, replace(SHAPE, num_hidden_layers=4)
+    limit = max(estimate(one, of=deep).peak for one in ("trainer.train_micro_batch_size=4", "model.remat=decoder"))
     monkeypatch.setattr(memory, "available", lambda device: (limit, "this machine"))
-    planned, folder = TrainingMemory(run, SHAPE), tmp_path / "not there"
-    backend = PolicyBackend(replace(MODEL, folder=folder), SHAPE, POLICY, None, planned=planned)  # pyright: ignore[reportArgumentType]
+    planned, folder = TrainingMemory(run, deep), tmp_path / "not there"
+    backend = PolicyBackend(replace(MODEL, folder=folder), deep, POLICY, None, planned=planned)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"takes .* MiB and this machine has .* parameters .* most \(step\)") as error:
         backend.build()
     found = (error.value.hint or "").split(" or ")
     assert len(found) == 2
-    assert all(estimate(*one.split(" with ")).peak <= limit for one in found)
+    assert all(estimate(*one.split(" with "), of=deep).peak <= limit for one in found)
     monkeypatch.setattr(memory, "available", lambda device: (2**10, "this machine"))
     with pytest.raises(ConfigError, match="this machine") as error:
         planned.checked(warm_start=False)

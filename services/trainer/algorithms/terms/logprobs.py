@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 Entropy = Literal["none", "value", "gradient"]
 """Not computed (0); computed for metrics; computed with its gradient."""
-CHUNK = 64
+LEAST_CHUNK = 64
+_CHUNK_LOGITS = 2**24
+"""Logits of a larger chunk: 64 MiB. A chunk's product reads the whole head, which few positions do not repay."""
 
 
 class TokenScores(NamedTuple):
@@ -31,7 +33,7 @@ def token_scores(
     entropy: Entropy,
     *,
     softcap: float | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> TokenScores:
     """Score targets int32 [B, T] under softmax(hidden @ head.T / temperature).
 
@@ -40,10 +42,10 @@ def token_scores(
         head: [V, D].
         entropy: computes the entropy, in nats, and its gradient.
         softcap: c, which turns the logits x = hidden @ head.T into c · tanh(x / c) before the division.
-        chunk: positions per scan step; T is padded up to a multiple of it.
+        chunk: positions per scan step; T is padded up to a multiple of it. None chooses by the size of the logits.
     """
     batch, length, dim = hidden.shape
-    chunk = min(chunk, length)
+    chunk = min(chunk or chunk_size(batch, length, len(head)), length)
     n = -(-length // chunk)
     pad = n * chunk - length
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, n, chunk, dim).swapaxes(0, 1)
@@ -65,6 +67,12 @@ def token_scores(
 
     _, scores = jax.lax.scan(step, None, (hidden, targets))
     return TokenScores(*(x.swapaxes(0, 1).reshape(batch, n * chunk)[:, :length] for x in scores))
+
+
+def chunk_size(n_rows: int, length: int, vocabulary: int) -> int:
+    """Positions of each row of `length` tokens whose logits are computed at once."""
+    most = max(LEAST_CHUNK, _CHUNK_LOGITS // (n_rows * vocabulary))
+    return -(-length // -(-length // most))
 
 
 def _entropy(logits: jax.Array, normalizer: jax.Array) -> jax.Array:
