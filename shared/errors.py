@@ -66,7 +66,7 @@ MAX_RETRY_AFTER_S = 60.0  # the longest that a client accepts from a service
 
 type Cause = Literal["infrastructure", "request", "defect"]
 type Action = Literal["again", "fail", "stop"]
-type Party = ServiceName | Literal["redis", "teacher", "disk", "peer"]
+type Party = ServiceName | Literal["redis", "teacher", "judge", "disk", "peer"]
 """Party that an error or a service waits for."""
 type Why = Literal["exception", "crash", "memory", "cpu", "time", "output", "protocol", "refused"]
 """Reason why a sandbox failed."""

@@ -27,6 +27,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
                       `services.trainer.backend.warm_start.WarmStarts`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
+                      `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
                       `environments` → `services.env.extension.Extension`, `sandbox_tier` → module that runs as
                       a program
     volley.agents     recorder of agents' calls → `(RecorderContext) -> AgentRecorder` (services.orchestrator.agents)
@@ -70,6 +71,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("env", "environments", "sandbox_tier"), "volley-rl-sandbox"),
     **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
     "client_errors": "volley-rl-serving",
+    **dict.fromkeys(("judges", "group_judges"), "volley-rl-judges"),
     **dict.fromkeys(
         ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
         "volley-rl-supervised",

@@ -25,6 +25,7 @@ import numpy as np
 from shared import codec
 from shared.errors import DecodeError
 from shared.fields import read_counts, read_float, read_int, read_text
+from shared.judgements import Judgement
 from shared.outcomes import ENDS, FILTERS, End, FilterRule
 from shared.sequences import (
     Branch,
@@ -208,7 +209,8 @@ class Group:
     """All G episodes of one ticket, as they travel through the queue.
 
     A failed group has an error class and no trajectories. A group that the orchestrator filtered has no trajectories
-    either, but a `rule`, and the reason as its failure. `rule` is absent on the wire if None.
+    either, but a `rule`, and the reason as its failure. `rule` is absent on the wire if None. `judgements` are those of
+    judges of the whole group, whose rewards the trajectories have; absent on the wire without.
     """
 
     ticket: int
@@ -217,6 +219,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     failure: str | None = None
     rule: FilterRule | None = None
+    judgements: tuple[Judgement, ...] = ()
 
     def oldest(self) -> WeightVersion:
         return min(trajectory.oldest() for trajectory in self.trajectories)
@@ -228,6 +231,8 @@ class Group:
         for trajectory in self.trajectories:
             require(trajectory.ticket == self.ticket, "a trajectory carries another ticket than its group")
             trajectory.validate()
+        for judgement in self.judgements:
+            judgement.validate(self.trajectories)
 
     def encode(self) -> bytes:
         """Encode the flat, versioned wire record (see shared.codec)."""
@@ -236,6 +241,9 @@ class Group:
         record["trajectories"] = [_trajectory_record(t) for t in self.trajectories]
         if self.rule is None:
             del record["rule"]
+        del record["judgements"]
+        if self.judgements:
+            record["judgements"] = [judgement.to_wire() for judgement in self.judgements]
         return codec.pack(record)
 
     @classmethod
@@ -253,6 +261,7 @@ class Group:
                 trajectories=tuple(_trajectory(r) for r in record["trajectories"]),
                 failure=None if record["failure"] is None else read_text(record["failure"]),
                 rule=_rule(record.get("rule")),
+                judgements=tuple(map(Judgement.from_wire, record.get("judgements", ()))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"group lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error

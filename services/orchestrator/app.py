@@ -15,6 +15,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import EpisodeTeaching, Teaching, TeachingBudget, TeachingByEnvironment
+from services.orchestrator.judges import JudgeContext
 from services.orchestrator.mixture.curriculum import rule_of
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
@@ -87,6 +88,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         dispatcher = Dispatcher(
             runner, balancer, status, slots=slots, max_attempts=settings.bounds.max_attempts, teaching=teaching
         )
+        judges = None
+        if settings.judges is not None:
+            judges = await stack.enter_async_context(settings.judges(JudgeContext(tokenizer, status)))
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
         sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)], settings.folder))
         orchestrator = Orchestrator(
@@ -102,6 +106,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             policy=_policy(settings),
             sinks=sinks,
             recorder=recorder,
+            judges=judges,
             partials=partials,
         )
         yield RunningService(

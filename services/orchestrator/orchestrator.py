@@ -14,6 +14,7 @@ from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
+from services.orchestrator.judges import GroupJudges
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
@@ -47,7 +48,7 @@ _log = telemetry.Log("run")
 class Orchestrator:
     """One run. `schedule` and `mixture` are None until the environment service has answered.
 
-    `recorder` records agents, if a package for it is installed.
+    `recorder` records agents, if a package for it is installed; `judges` grade complete groups, if the run has any.
     """
 
     settings: OrchestratorSettings
@@ -63,6 +64,7 @@ class Orchestrator:
     partials: PartialRollouts = field(default_factory=lambda: PartialRollouts(None))
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     recorder: AgentRecorder | None = None
+    judges: GroupJudges | None = None
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -210,7 +212,13 @@ class Orchestrator:
     def _ticket_loop(self, mixture: RunMixture) -> TicketLoop:
         settings = self.settings
         plan = GroupPlan(
-            "train", settings.group_size, settings.seed, settings.sampling, mixture.task_of, settings.routing_replay
+            "train",
+            settings.group_size,
+            settings.seed,
+            settings.sampling,
+            mixture.task_of,
+            settings.routing_replay,
+            self.judges,
         )
         return TicketLoop(
             self.queue,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.judges import OpenJudges, judges_of
 from services.orchestrator.schedule.reservations import Admission
 from shared.data_schema import CurriculumConfig
 from shared.errors import ConfigError
@@ -24,8 +25,8 @@ class OrchestratorSettings:
 
     `folder` is the run's folder on this host; the trainer at `trainer_url` may have another one. `sampling` holds
     temperature, top_p and top_k of training episodes. `env` is the main environment, `members` are all that the run
-    starts with. `teachers` are None if they are not used. With `routing_replay`, training episodes record experts, if
-    the model has any.
+    starts with. `teachers` and `judges` are None if they are not used. With `routing_replay`, training episodes record
+    experts, if the model has any.
     """
 
     run: str
@@ -53,6 +54,7 @@ class OrchestratorSettings:
     n_eval_tasks: int
     eval_every: int | None
     teachers: OrchestratorEndpoint | None = None
+    judges: OpenJudges | None = None
     routing_replay: bool = False
     mask_truncated: bool = False
     generation: GenerationSection = field(default_factory=GenerationSection)
@@ -123,6 +125,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
         teachers=services.orchestrator if config.algorithm.teacher_kl_coef else None,
+        judges=judges_of(config),
         routing_replay=config.model.routing_replay,
         mask_truncated=config.algorithm.mask_truncated,
     )

@@ -24,8 +24,9 @@ class RunFolder:
     `refused` (per refused step, whose groups are below `refused_groups`), `sft` (per supervised step) and
     `demonstrations` (per conversation that a supervised run got from an environment). The orchestrator writes `evals`
     (a line per evaluation), `samples` (some of its episodes), `mixture` (per change of the mixture), `teacher` (what
-    the teacher has cost), `sessions` (agents' calls) and `partials` (running episodes). The environment service keeps
-    submissions in `environments`. The supervisor writes the rest.
+    the teacher has cost), `judges` (answers of judges of groups, and their cost), `sessions` (agents' calls) and
+    `partials` (running episodes). The environment service keeps submissions in `environments`. The supervisor writes
+    the rest.
     """
 
     path: Path
@@ -85,6 +86,10 @@ class RunFolder:
     @property
     def teacher(self) -> Path:
         return self.path / "teacher.sqlite3"
+
+    @property
+    def judges(self) -> Path:
+        return self.path / "judges.sqlite3"
 
     @property
     def partials(self) -> Path:

@@ -262,6 +262,8 @@ def _orchestrator(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
         waits.append(WaitLink("agent", f"external agents, which have not claimed {n} tasks (POST /v1/sessions)"))
     if n := episodes.get("teacher"):
         waits.append(WaitLink("teacher", f"the teacher ({n} episodes)"))
+    if n := episodes.get("judge"):
+        waits.append(WaitLink("judge", f"judges ({n} groups)"))
     if not waits and (waiting := facts.get("waiting")):
         waits.append(_held_elsewhere(facts) or WaitLink(waiting["on"], _sentence(waiting)))
     if (step := facts.get("evaluating_step")) is not None:

@@ -99,7 +99,8 @@ def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
         *(folder.config, folder.record, folder.services, folder.processes, folder.summary, folder.secrets),
         *(folder.metrics, folder.sft, folder.ledger, folder.refused, folder.evals, folder.mixture, folder.handovers),
         *(folder.demonstrations, folder.samples, folder.environments, folder.environment_data),
-        *(folder.saved, folder.bucket, folder.run_id, folder.recorded_run_id, folder.teacher, folder.soak),
+        *(folder.saved, folder.bucket, folder.run_id, folder.recorded_run_id, folder.teacher),
+        *(folder.judges, folder.soak),
     )
     waiting = list[str]()
     for path in map(str, (*files, *trees)):

@@ -13,6 +13,7 @@ from typing import Any
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.turn import SamplingSpec
+from services.orchestrator.judges import GroupJudges
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
 from shared.outcomes import FilterRule
@@ -28,7 +29,7 @@ class GroupPlan:
     """Settings that all groups of a run share.
 
     `sampling` holds temperature, top_p and top_k; G is `group_size`; `task_of` returns a ticket's task; `routing` is
-    that of `SamplingSpec`.
+    that of `SamplingSpec`; `judges` grade complete groups.
     """
 
     split: str
@@ -37,6 +38,7 @@ class GroupPlan:
     sampling: Mapping[str, Any]
     task_of: Callable[[int], Awaitable[TicketTask]]
     routing: bool = False
+    judges: GroupJudges | None = None
 
     def specs(
         self, task: TicketTask, ticket: int, need: VersionBounds, barrier: TurnBarrier | None = None
@@ -54,7 +56,10 @@ class GroupPlan:
 async def run_group(
     dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds, barrier: TurnBarrier | None = None
 ) -> Group:
-    """Run the group of a ticket. If one sample fails all its attempts, the group fails and the others are stopped."""
+    """Run the group of a ticket. If one sample fails all its attempts, the group fails and the others are stopped.
+
+    A complete group that its judges do not grade fails, too.
+    """
     failure: VolleyError | None = None
     task = await plan.task_of(ticket)
     running: list[asyncio.Task[Trajectory]] = []
@@ -64,12 +69,11 @@ async def run_group(
                 episodes.create_task(dispatcher.episode(spec, "train"))
                 for spec in plan.specs(task, ticket, need, barrier)
             ]
+        trajectories = tuple(episode.result() for episode in running)
+        group = Group(ticket, task.env, trajectories[0].task, trajectories)
+        return group if plan.judges is None else await plan.judges.judge(group)
     except* VolleyError as errors:
         failure = first_error(errors)
-    if failure is not None:
-        _log.warning("group failed", ticket=ticket, env=task.env, error=type(failure).__name__, detail=str(failure))
-        where = getattr(failure, "__notes__", [])[-1:]  # the environment and the turn
-        reason = " ".join([type(failure).__name__, *where])
-        return plan.void(task, ticket, reason)
-    trajectories = tuple(episode.result() for episode in running)
-    return Group(ticket, task.env, trajectories[0].task, trajectories)
+    _log.warning("group failed", ticket=ticket, env=task.env, error=type(failure).__name__, detail=str(failure))
+    where = getattr(failure, "__notes__", [])[-1:]  # the environment and the turn
+    return plan.void(task, ticket, " ".join([type(failure).__name__, *where]))

@@ -23,7 +23,7 @@ from shared.run.folder import RunFolder
 from shared.run.lineage import epoch_of
 from shared.types import ASSISTANT, Group, Trajectory, Turn, WeightVersion
 from volley_proof.forks.plan import ForkPlan
-from volley_proof.reverify.episodes import ReplayedRewards, replay_rewards
+from volley_proof.reverify.episodes import ReplayedRewards, replay_rewards, with_judgements
 
 _AT_ONCE = 32
 
@@ -42,9 +42,11 @@ async def mend(plan: ForkPlan, environments: EnvClient, say: Callable[[str], Non
     judges = plan.fork.judged_by
     slots, counts, whys = asyncio.Semaphore(_AT_ONCE), Counter[str](), Counter[str]()
 
-    async def one(trajectory: Trajectory, env: str) -> ReplayedRewards:
+    async def one(group: Group, n: int) -> ReplayedRewards:
+        env = judges.get(group.env, group.env)
         async with slots:
-            return await replay_rewards(environments, tokenizer, trajectory, run.run.seed, env)
+            found = await replay_rewards(environments, tokenizer, group.trajectories[n], run.run.seed, env)
+        return with_judgements(found, group, n)
 
     for version in versions(plan):
         path = archive.path_of(plan.folder.mended, version)
@@ -53,9 +55,7 @@ async def mend(plan: ForkPlan, environments: EnvClient, say: Callable[[str], Non
         groups = [Group.decode(payload) for payload in archive.read(source, plan.fork.run, version)]
         renewed = list[Group]()
         for group in groups:
-            found = await asyncio.gather(
-                *(one(trajectory, judges.get(group.env, group.env)) for trajectory in group.trajectories)
-            )
+            found = await asyncio.gather(*(one(group, n) for n in range(len(group.trajectories))))
             counts["episodes"] += len(found)
             counts["changed"] += sum(row.changed for row in found)
             whys.update(row.why for row in found if row.reward is None)
@@ -75,7 +75,7 @@ async def mend(plan: ForkPlan, environments: EnvClient, say: Callable[[str], Non
 def mended(group: Group, found: Sequence[ReplayedRewards]) -> Group:
     """Return the group with the new rewards; a failed one if an episode could not be replayed."""
     if (why := next((row.why for row in found if row.reward is None), None)) is not None:
-        return replace(group, trajectories=(), failure=f"an episode could not be replayed: {why}")
+        return replace(group, trajectories=(), failure=f"an episode could not be replayed: {why}", judgements=())
     pairs = zip(group.trajectories, found, strict=True)
     return replace(group, trajectories=tuple(_rewarded(one, row) for one, row in pairs))
 

@@ -1,7 +1,8 @@
 """`volley reverify`: replay a run's archived episodes in the current environments, and compare their rewards.
 
 Every trained episode is replayed with its task, seed and the model's messages. Nothing is written into the run. A
-group trains by the differences between its rewards, so the comparison counts groups in which these changed.
+group trains by the differences between its rewards, so the comparison counts groups in which these changed. Rewards
+of judges of whole groups are those that were recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shared.types import Group, WeightVersion
 from volley.printing import join_lines, print_result
 from volley.reporting.working import Tell, working
 from volley.run_arguments import add_run_dir
-from volley_proof.reverify.episodes import ReplayedRewards, replay_rewards
+from volley_proof.reverify.episodes import ReplayedRewards, replay_rewards, with_judgements
 from volley_proof.reverify.service import environments_of
 
 _AT_ONCE = 32
@@ -135,7 +136,8 @@ async def _replay_all(
 
     async def one(group: Group, n: int) -> ReplayedRewards:
         async with slots:
-            return await replay_rewards(client, tokenizer, group.trajectories[n], seed, instead or group.env)
+            found = await replay_rewards(client, tokenizer, group.trajectories[n], seed, instead or group.env)
+            return with_judgements(found, group, n)
 
     for version, group in groups:
         if only is None or group.env == only:

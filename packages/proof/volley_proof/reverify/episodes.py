@@ -13,7 +13,7 @@ from shared.clients.env import EnvClient, StepReply
 from shared.errors import DecodeError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.run import seeding
-from shared.types import ASSISTANT, HISTORY, MAX_MESSAGE, Trajectory
+from shared.types import ASSISTANT, HISTORY, MAX_MESSAGE, Group, Trajectory
 
 _PATIENCE_S = 600.0
 _TASK = re.compile(r"(train|eval)/(\d+)(?![\w.])")
@@ -76,6 +76,19 @@ async def replay_rewards(
         rewards=tuple(played.rewards),
         components=played.components,
     )
+
+
+def with_judgements(found: ReplayedRewards, group: Group, n: int) -> ReplayedRewards:
+    """Add what judges of the whole group gave to its episode `n`, as recorded: they are not asked again."""
+    if found.reward is None:
+        return found
+    rewards, total, components = list(found.rewards), found.reward, dict(found.components)
+    for judgement in group.judgements:
+        total += judgement.scores[n]
+        components |= judgement.components(group.trajectories[n])
+        if judgement.turns:
+            rewards = [sum(pair) for pair in zip(rewards, judgement.turns[n], strict=True)]
+    return replace(found, reward=total, rewards=tuple(rewards), components=components)
 
 
 def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
