@@ -43,13 +43,13 @@ _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 _MOST_TOLD = 200
 _log = telemetry.Log("rewards")
 _REQUESTS = telemetry.Counter(
-    "volley_env_reward_requests_total",
+    "volley_reward_requests_total",
     "Questions to judges and reward services, by what became of them (answered, kept: known from before, failed)",
     ["server", "outcome"],
     registry=telemetry.REGISTRY,
 )
 _TOKENS = telemetry.Counter(
-    "volley_env_reward_tokens_total", "Tokens that judges have used", ["server"], registry=telemetry.REGISTRY
+    "volley_reward_tokens_total", "Tokens that judges have used", ["server"], registry=telemetry.REGISTRY
 )
 
 
@@ -83,12 +83,18 @@ class Question:
 
 
 class AskedServer:
-    """One server; an async context manager. Raises ConfigError if its token file is unusable."""
+    """One server; an async context manager. Raises ConfigError if its token file is unusable.
 
-    def __init__(self, name: str, settings: RewardServer, store: RewardStore, ca_file: Path | None = None) -> None:
+    Args:
+        key: of its settings in the configuration (default: in services.env.reward_servers).
+    """
+
+    def __init__(
+        self, name: str, settings: RewardServer, store: RewardStore, ca_file: Path | None = None, key: str = ""
+    ) -> None:
         self.name, self._settings, self._store = name, settings, store
-        key = f"services.env.reward_servers.{name}.token_file"
-        self._token = read_key(settings.token_file, key)
+        self._key = key or f"services.env.reward_servers.{name}"
+        self._token = read_key(settings.token_file, f"{self._key}.token_file")
         self._reports_tokens = True
         self._ca_file = ca_file
         self._client: HttpClient | None = None
@@ -178,7 +184,7 @@ class AskedServer:
         """Raises RewardRefused if a token budget cannot be enforced."""
         if not self._reports_tokens and self._settings.max_tokens is not None:
             detail = f"the reward server {self.name} does not report used tokens, so max_tokens cannot be enforced"
-            raise RewardRefused(detail, f"set services.env.reward_servers.{self.name}.max_requests instead")
+            raise RewardRefused(detail, f"set {self._key}.max_requests instead")
 
     async def _sent(self, question: Question) -> Answer:
         """Make one attempt, which counts toward the budget. Raises RewardFailed, RewardRefused."""
@@ -187,7 +193,7 @@ class AskedServer:
         used_up = await asyncio.to_thread(self._store.count_request, self.name, limits.max_requests, limits.max_tokens)
         if used_up is not None:
             detail = f"the budget of the reward server {self.name} is used up: {used_up}"
-            raise RewardRefused(detail, f"raise services.env.reward_servers.{self.name}.{used_up.partition('=')[0]}")
+            raise RewardRefused(detail, f"raise {self._key}.{used_up.partition('=')[0]}")
         assert self._client is not None, "enter the server first"
         where = f"the reward server {self.name} ({limits.url})"
         try:
