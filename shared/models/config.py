@@ -49,6 +49,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "pruned_heads": (None, {}),
     "auto_map": (None,),
+    "output_router_logits": (None, False),
     "transformers_weights": (None,),
 }
 _SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts", "attention", "latent")

@@ -87,6 +87,7 @@ CHANGED: dict[str, tuple[Any, str | None]] = {
     "add_cross_attention": (True, "refused"),
     "pruned_heads": ({"0": [1]}, "refused"),
     "auto_map": ({"AutoModelForCausalLM": "x.Y"}, "refused"),
+    "output_router_logits": (True, "refused"),
     # Not computed with: limits, text, training from nothing, and what this project decides by its own configuration.
     "max_position_embeddings": (4096, None),
     "initializer_range": (0.05, None),

@@ -172,7 +172,11 @@ def _of_lines(name: str, path: Path, rng: random.Random) -> Iterator[Mutation]:
 
     places = sorted({0, len(lines) // 2, len(lines) - 1})
     for n in places:
-        yield Mutation(f"{name}:", f"line {n + 1} removed", lambda run, n=n: put(run, lines[:n] + lines[n + 1 :]))
+        yield Mutation(
+            f"{name}:",
+            f"removed in line {n + 1} of {len(lines)}",
+            lambda run, n=n: put(run, lines[:n] + lines[n + 1 :]),
+        )
         yield Mutation(f"{name}:", f"line {n + 1} twice", lambda run, n=n: put(run, [*lines[: n + 1], *lines[n:]]))
     if len(lines) > 1:
         yield Mutation(f"{name}:", "order", lambda run: put(run, lines[::-1]))
