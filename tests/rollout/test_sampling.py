@@ -52,6 +52,27 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
     assert chi2_per_degree(tokens, np.exp(log_softmax(SCORES.astype(float), temperature))) < 1.6
 
 
+@pytest.mark.parametrize("allowed", [1.0, 0.02])
+def test_draws_from_many_blocks_follow_the_softmax(allowed: float) -> None:
+    """Also where whole blocks are forbidden. The vocabulary is no multiple of a block."""
+    many = np.random.default_rng(3)
+    scores = (many.normal(size=2500) * 3).astype(np.float32)
+    scores[many.random(2500) >= allowed] = -np.inf
+    tokens, logprobs = draw(20_000, scores=scores)
+    with np.errstate(divide="ignore"):
+        expected = log_softmax(scores.astype(float))
+    assert chi2_per_degree(tokens, np.exp(expected)) < 1.6
+    np.testing.assert_allclose(logprobs, expected[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [50, 2048, 2049, 5000])
+def test_greedy_takes_the_first_of_equals(size: int) -> None:
+    scores = np.random.default_rng(size).integers(0, 3, (1, size)).astype(np.float32)
+    scores[0, : size // 2] -= 3
+    assert draw(1, temperature=0.0, scores=scores[0])[0][0] == scores[0].argmax()
+    assert draw(1, temperature=1.0, top_k=1, scores=np.arange(size, dtype=np.float32))[0][0] == size - 1
+
+
 def test_draws_at_successive_positions_of_one_request_follow_the_softmax() -> None:
     same = np.tile(np.array([[0, 7]], np.uint32), (1, 1))
     tokens = np.concatenate([draw(1, seeds=same, index=i)[0] for i in range(3000)])

@@ -2,8 +2,9 @@
 
 Every request draws Gumbel noise from threefry keyed by (its 64-bit seed, the index of the token in its output), so the
 same request with the same seed gives the same tokens alone or among 63 others, before and after a retraction. The
-Gumbel maximum is an exact draw from the softmax (Gumbel, 1954). The engine's own sampler hashes seeds linearly (biased)
-and applies top-p at temperature 1 whatever the temperature.
+Gumbel maximum is an exact draw from the softmax (Gumbel, 1954). It draws a block of the vocabulary by the blocks' sums,
+and then a token of that block, which takes a hundredth of the random numbers. The engine's own sampler hashes seeds
+linearly (biased) and applies top-p at temperature 1 whatever the temperature.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 GREEDY = 0.0
+_BLOCK, _FEW = 128, 2048
+"""Tokens of the vocabulary that are drawn as one before one of them is; a vocabulary of a few is one block."""
 
 
 def sample(
@@ -47,9 +50,7 @@ def sample(
     restricted_B = (top_p_B < 1.0) | (min_p_B > 0.0) | (top_k_B < logits_BV.shape[-1])
     filtered = jnp.any(restricted_B & ~greedy_B)
     kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, free_BV, top_p_B, min_p_B, top_k_B)
-    noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
-    drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], free_BV, noisy_BV), axis=-1).astype(jnp.int32)
-    token_B = jnp.where(forced_B >= 0, forced_B, drawn_B)
+    token_B = jnp.where(forced_B >= 0, forced_B, _drawn(kept_BV, greedy_B, seed_B2, index_B))
     logprob_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scaled_BV, axis=-1)
     return token_B, logprob_B
 
@@ -64,12 +65,45 @@ def most_likely(logits_BV: jax.Array, temperature_B: jax.Array, n: int) -> tuple
     return ids_BN.astype(jnp.int32), top_BN - jax.nn.logsumexp(scaled_BV, axis=-1, keepdims=True)
 
 
-def _add_noise(scaled_BV: jax.Array, seed_B2: jax.Array, index_B: jax.Array) -> jax.Array:
-    def gumbel(seed_2: jax.Array, index: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), index)
-        return jax.random.gumbel(key, scaled_BV.shape[1:], jnp.float32)
+def _drawn(kept_BV: jax.Array, greedy_B: jax.Array, seed_B2: jax.Array, index_B: jax.Array) -> jax.Array:
+    """Draw a token of each row from softmax(kept), or take the likeliest of a greedy row, the first of equals.
 
-    return scaled_BV + jax.vmap(gumbel)(seed_B2, index_B)
+    N blocks of C tokens: a reduction within blocks is also much faster on CPUs than one over the whole vocabulary.
+
+    Returns: int32[B].
+    """
+    n_tokens = kept_BV.shape[-1]
+    size = n_tokens if n_tokens <= _FEW else _BLOCK
+    padded_BV = jnp.pad(kept_BV, ((0, 0), (0, -n_tokens % size)), constant_values=-jnp.inf)
+    blocks_BNC = padded_BV.reshape(len(kept_BV), -1, size)
+    top_BN = jnp.max(blocks_BNC, axis=-1)
+    n_blocks = top_BN.shape[-1]
+
+    def noisy() -> tuple[jax.Array, jax.Array]:
+        if n_blocks == 1:
+            return top_BN, jnp.where(greedy_B[:, None], 0.0, _gumbel(seed_B2, index_B, size))
+        noise_BX = jnp.where(greedy_B[:, None], 0.0, _gumbel(seed_B2, index_B, n_blocks + size))
+        finite_BN = jnp.where(top_BN == -jnp.inf, 0.0, top_BN)
+        mass_BN = finite_BN + jnp.log(jnp.sum(jnp.exp(blocks_BNC - finite_BN[..., None]), axis=-1))
+        return jnp.where(greedy_B[:, None], top_BN, mass_BN + noise_BX[:, :n_blocks]), noise_BX[:, n_blocks:]
+
+    def plain() -> tuple[jax.Array, jax.Array]:
+        return top_BN, jnp.zeros((len(top_BN), size), jnp.float32)
+
+    by_block_BN, noise_BC = jax.lax.cond(jnp.all(greedy_B), plain, noisy)
+    block_B = jnp.argmax(by_block_BN, axis=-1)
+    chosen_BC = jnp.take_along_axis(blocks_BNC, block_B[:, None, None], axis=1)[:, 0]
+    return (block_B * size + jnp.argmax(chosen_BC + noise_BC, axis=-1)).astype(jnp.int32)
+
+
+def _gumbel(seed_B2: jax.Array, index_B: jax.Array, n: int) -> jax.Array:
+    """Gumbel noise of each row's next token, float32 [B, n]."""
+
+    def of_row(seed_2: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), index)
+        return jax.random.gumbel(key, (n,), jnp.float32)
+
+    return jax.vmap(of_row)(seed_B2, index_B)
 
 
 def guided(
