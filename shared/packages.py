@@ -58,6 +58,8 @@ OWNERS: Mapping[str, str] = {
     "model_conversion": "volley-rl-convert",
     "trainer.processes": "volley-rl-multihost",
     **dict.fromkeys(("launch", "node", "plan", "planner"), "volley-rl-launch"),
+    **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),
+    **dict.fromkeys(("export", "follow", "model", "status", "upgrade"), "volley-rl-commands"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
         ("run.dashboard", "run.trackers", "compare", "dashboard", "live_display", "report", "track", "trajectories"),
@@ -70,8 +72,8 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("blocksworld", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
     **dict.fromkeys(("env", "environments", "sandbox_tier"), "volley-rl-sandbox"),
     **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
-    "client_errors": "volley-rl-serving",
     **dict.fromkeys(("judges", "group_judges"), "volley-rl-judges"),
+    **dict.fromkeys(("client_errors", "serve"), "volley-rl-serving"),
     **dict.fromkeys(
         ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
         "volley-rl-supervised",

@@ -36,59 +36,11 @@ _GROUPS: Mapping[str, Mapping[str, Command]] = {
         "up": Command(
             "volley.commands.train", "start or continue the run of a folder", "up runs/quickstart", outlives_output=True
         ),
-        "follow": Command(
-            "volley.commands.follow",
-            "watch a run whose services run elsewhere, and report at its end",
-            "follow --config configs/quickstart.yaml",
-        ),
     },
-    "Look": {
-        "status": Command(
-            "volley.commands.status", "readiness, weight versions, who waits for whom", "status runs/quickstart --watch"
-        ),
-        "eval": Command(
-            "volley.commands.evaluate",
-            "evaluate a run's version or a model on held-out tasks, without training",
-            "eval runs/quickstart --json result.json",
-            outlives_output=True,
-        ),
-    },
+    "Look": {},
     "Prove": {},
-    "Models and environments": {
-        "model": Command("volley.commands.model", "download a model", "model get smollm2 models/smollm2"),
-        "serve": Command(
-            "volley.commands.serve",
-            "serve a model or a run's version by HTTP, alone",
-            "serve runs/quickstart",
-            outlives_output=True,
-        ),
-        "export": Command(
-            "volley.commands.export",
-            "write a run's weights as a folder that transformers loads",
-            "export runs/quickstart models/mine",
-        ),
-    },
-    "This machine": {
-        "doctor": Command("volley.commands.doctor", "check what is installed and usable here", "doctor"),
-        "config": Command(
-            "volley.commands.configuration",
-            "a configuration with the source of each value, or its JSON schema",
-            "config show --config configs/quickstart.yaml --set",
-        ),
-        "upgrade": Command(
-            "volley.commands.upgrade", "what is installed, how to upgrade it, and what becomes of runs", "upgrade"
-        ),
-        "completion": Command(
-            "volley.commands.completion",
-            "a script that completes commands and runs in bash, zsh or fish",
-            'eval "$(volley completion bash)"',
-        ),
-        "access": Command(
-            "volley.commands.access",
-            "addresses and token files of a run, as shell variables",
-            'eval "$(volley access runs/quickstart)"',
-        ),
-    },
+    "Models and environments": {},
+    "This machine": {},
 }
 
 

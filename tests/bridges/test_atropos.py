@@ -32,8 +32,8 @@ from tests.support.asgi import served
 from tests.support.engine import FakeEngine
 from tests.support.foreign import environment
 from tests.support.tokenizer import FOLDER
-from volley.commands import serve
-from volley.commands.serve import ServeOptions
+from volley_serving import serve
+from volley_serving.serve import ServeOptions
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 BRIDGE = Path("bridges/agents").absolute()

@@ -21,10 +21,11 @@ from shared.models.hub import model_folder
 from shared.process.ports import free_port
 from shared.services_schema import Endpoint, ServicesSection
 from volley.__main__ import _example, all_commands, main, parse_arguments
-from volley.commands import export, train
+from volley.commands import train
 from volley.layout import PROJECT
 from volley.local import ports
 from volley.runs import record as runs
+from volley_commands import export
 
 CONFIG = "configs/quickstart.yaml"
 

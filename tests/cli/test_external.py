@@ -19,7 +19,6 @@ from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.tokens import write_private, write_tokens
 from tools.chaos.arena import SIMULATED
-from volley.commands import status
 from volley.local import external, ports, stack
 from volley.local.processes import Reaper
 from volley.local.stack import StackSeams
@@ -27,6 +26,7 @@ from volley.local.supervisor import RestartPolicy
 from volley.printing import json_output
 from volley.runs import addresses
 from volley.runs.record import claimed
+from volley_commands import status
 
 CONFIG = "configs/chaos.yaml"
 

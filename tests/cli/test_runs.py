@@ -29,12 +29,13 @@ from shared.run.pinned import relevant
 from shared.run.state import initial_state
 from tests.support.disk import file_size_limit
 from tools.simulated.trainer import NumpyArrays
-from volley.commands import status, train
+from volley.commands import train
 from volley.commands.train import fresh_name
 from volley.layout import PROJECT
 from volley.runs import elapsed as worked
 from volley.runs import first_start
 from volley.runs import record as runs
+from volley_commands import status
 from volley_dashboard.report import report
 
 

@@ -12,7 +12,7 @@ from shared.schema import RunConfig
 from tests.docs.commands import ROOT
 from tools.docs.keys import chapters
 from volley.__main__ import parser
-from volley.commands.configuration import schema
+from volley_commands.configuration import schema
 
 PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 ROWS = [line.split(" | ") for line in PAGE.partition("## From TRL")[2].splitlines() if line.startswith("| `")]

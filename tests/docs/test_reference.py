@@ -15,7 +15,7 @@ from tests.docs.commands import PAGES, ROOT
 from tools.docs import reference, site
 from tools.docs.keys import Chapter, chapters
 from volley.__main__ import all_commands
-from volley.commands.configuration import schema
+from volley_commands.configuration import schema
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def test_databases_of_requests_and_keys_are_private(tmp_path: Path, open_databas
         assert modes == dict.fromkeys(["requests.sqlite", "requests.sqlite-wal", "requests.sqlite-shm"], 0o600)
 
 
-@pytest.mark.parametrize("name", ["volley.commands.serve", "volley_tinker.command"])
+@pytest.mark.parametrize("name", ["volley_serving.serve", "volley_tinker.command"])
 def test_an_api_key_is_read_from_a_private_file(tmp_path: Path, name: str):
     parser = argparse.ArgumentParser()
     importlib.import_module(name).add(parser)

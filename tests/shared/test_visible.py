@@ -52,7 +52,7 @@ def test_commands_in_messages_quote_their_data():
     found = {one for file in files for one in data_in_commands(file)}
     known = {
         "volley/bootstrap.py: cause",
-        "volley/commands/serve.py: header",
+        "packages/serving/volley_serving/serve.py: header",
         "packages/python/volley_python/client/tables.py: package",
     }
     assert found == known, "no data in these"

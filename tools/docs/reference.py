@@ -18,7 +18,7 @@ from shared import errors
 from shared.services import SERVICES
 from tools.docs.keys import chapters
 from volley.__main__ import all_commands, parser
-from volley.commands.configuration import schema
+from volley_commands.configuration import schema
 
 _ERROR = re.compile(r"^ *[│├└─ ]*(\w+)  +(.+?)(?:  +\d{3})?$", re.MULTILINE)
 

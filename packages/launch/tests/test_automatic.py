@@ -14,9 +14,9 @@ from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
 from tests.support.large_models import QWEN3_4B, SMOLLM2
 from volley import choices
-from volley.commands.configuration import sources
 from volley.local.preflight import prepared
 from volley.runs.record import claimed
+from volley_commands.configuration import sources
 from volley_launch.planning import automatic
 from volley_launch.planning.automatic import PromptLengths
 from volley_launch.planning.devices import parse

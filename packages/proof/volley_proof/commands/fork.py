@@ -18,9 +18,10 @@ from shared.errors import ConfigError
 from shared.files import storage
 from shared.run import commits
 from shared.run.folder import RunFolder
-from volley.commands import evaluate, train
+from volley.commands import train
 from volley.printing import print_lines, print_result
 from volley.run_arguments import add_run_dir, add_vary
+from volley_commands import evaluate
 from volley_dashboard.report import compare
 from volley_proof.forks import training
 from volley_proof.forks.plan import ForkPlan, Wanted, planned

@@ -13,14 +13,15 @@ import pytest
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.__main__ import parse_arguments
-from volley.commands import evaluate
 from volley.layout import PROJECT
 from volley.reporting import jsonl
 from volley.reporting.intervals import wilson
+from volley_commands import evaluate
 
 PROGRAM = """
 import pathlib, sys
-from volley.commands import evaluate, train
+from volley.commands import train
+from volley_commands import evaluate
 from volley.local.stack import StackSeams
 from tools.chaos.arena import SIMULATED
 what, target, *rest = sys.argv[1:]

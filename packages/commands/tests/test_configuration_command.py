@@ -13,10 +13,10 @@ from shared.errors import ConfigError
 from tests.support.committed import every_config
 from tests.support.small_run import write_config
 from volley.__main__ import parse_arguments
-from volley.commands import configuration, doctor
 from volley.printing import json_output
+from volley_commands import configuration, doctor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:

