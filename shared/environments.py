@@ -14,7 +14,7 @@ from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.visible import shortened
 
-_OF_CORE = ("frozen_lake", "gymnasium")
+_OF_CORE = ("frozen_lake",)
 _FILES = ("train", "eval")
 
 

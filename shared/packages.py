@@ -28,7 +28,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `services.trainer.backend.warm_start.WarmStarts`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
                       `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
-                      `environments` → `services.env.extension.Extension`, `sandbox_tier` → module that runs as
+                      `environments` → `services.env.extension.Extension`, `env.processes` → `(EnvSettings) ->
+                      services.env.processes.EnvironmentProcesses`, `sandbox_tier` → module that runs as
                       a program
     volley.agents     recorder of agents' calls → `(RecorderContext) -> AgentRecorder` (services.orchestrator.agents)
     volley.environment_kinds   built-in environment → `services.env.environments.kinds.EnvironmentKind`
@@ -69,9 +70,9 @@ OWNERS: Mapping[str, str] = {
     "traces": "volley-rl-traces",
     **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),
     **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
-    **dict.fromkeys(("blocksworld", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
+    **dict.fromkeys(("blocksworld", "gymnasium", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
     **dict.fromkeys(("env", "environments", "sandbox_tier"), "volley-rl-sandbox"),
-    **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
+    **dict.fromkeys(("code", "env.processes", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
     **dict.fromkeys(("judges", "group_judges"), "volley-rl-judges"),
     **dict.fromkeys(("client_errors", "serve"), "volley-rl-serving"),
     **dict.fromkeys(

@@ -20,7 +20,7 @@ from volley.layout import PROJECT
 CORE = ("services", "shared", "volley")
 PROCESSES: Mapping[str, Sequence[str]] = {
     "volley quickstart": ("volley.__main__", "volley.commands.quickstart"),
-    "env": ("services.env.__main__", "services.env.app", "services.env.worker_main"),
+    "env": ("services.env.__main__", "services.env.app"),
     "orchestrator": ("services.orchestrator.__main__", "services.orchestrator.app"),
     "rollout": ("services.rollout.__main__", "services.rollout.app", "services.rollout.engines.sglang_jax.worker"),
     "trainer": ("services.trainer.__main__", "services.trainer.app"),

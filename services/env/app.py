@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from services.env.environments.kinds import kinds
 from services.env.episodes import Episodes
 from services.env.equipment import EquippedBackend
 from services.env.extension import Extension
+from services.env.processes import EnvironmentProcesses, environment_processes
 from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
 from services.env.threads import ThreadRunner
-from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared import packages
 from shared.boot import RunningService
 from shared.errors import ConfigError, InputError, StorageDenied, Unavailable
@@ -78,17 +78,17 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """Open the service from plain settings. Raises ConfigError."""
     runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
     extension = open_extension(settings, runner)
-    pool = WorkerPool(
-        settings.n_processes, WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
-    )
-    catalogue = open_catalogue(settings, runner, extension, pool if settings.n_processes else None)
-    async with pool, extension.running(catalogue):
+    async with AsyncExitStack() as opened:
+        processes = await opened.enter_async_context(environment_processes(settings))
+        catalogue = open_catalogue(settings, runner, extension, processes)
+        await opened.enter_async_context(extension.running(catalogue))
         content = ContentRecord(settings.folder, settings.submitted, allow_changed_code=settings.allow_changed_code)
         try_out_all(settings, catalogue)
         await try_out_tools(settings, catalogue)
         check_rewarded(settings, catalogue)
         await content.ensure_all(_environments_of_run(settings, catalogue))
-        pool.expect(content.expected())
+        if processes is not None:
+            processes.expect(content.expected())
         episodes = Episodes(
             max_episodes=settings.max_episodes,
             ttl_s=settings.ttl_s,
@@ -100,7 +100,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         app.state.env = EnvState(catalogue, episodes, content, extension)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         try:
-            yield RunningService(app, [episodes.sweep, runner.watch, pool.keep, *extension.workers()])
+            keeping = () if processes is None else (processes.keep,)
+            yield RunningService(app, [episodes.sweep, runner.watch, *keeping, *extension.workers()])
         finally:
             await episodes.close()
             runner.close()
@@ -137,12 +138,12 @@ def _environments_of_run(settings: EnvSettings, catalogue: Catalogue) -> list[Ca
 
 
 def open_catalogue(
-    settings: EnvSettings, runner: ThreadRunner, extension: Extension, pool: WorkerPool | None = None
+    settings: EnvSettings, runner: ThreadRunner, extension: Extension, processes: EnvironmentProcesses | None = None
 ) -> Catalogue:
     """Build the catalogue of built-in environments and their variants. Raises ConfigError."""
     try:
         variants = settings.folder / "variants.json"
-        return Catalogue(runner, settings.configs, variants, settings.variants, extension.equipment, pool)
+        return Catalogue(runner, settings.configs, variants, settings.variants, extension.equipment, processes)
     except InputError as error:
         keys = f"data.env={settings.env}" if not settings.others else "data.env, data.mixture"
         raise ConfigError(f"{keys}: {error.detail}", error.hint) from error

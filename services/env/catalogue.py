@@ -21,9 +21,8 @@ from services.env.backend import EnvironmentBackend
 from services.env.environments.kinds import kinds
 from services.env.episode_types import AsyncEnvironment, Environment, Tasks
 from services.env.equipment import Equipment, EquippedBackend, GivenTools
+from services.env.processes import EnvironmentProcesses, ProcessBackend
 from services.env.threads import InThreads, ThreadRunner
-from services.env.workers.pool import WorkerPool
-from services.env.workers.processes import InProcesses
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 from shared.files import storage
 from shared.process import telemetry
@@ -81,7 +80,7 @@ class Catalogue:
         variants: file that stores registered variants.
         configured: variants from the configuration, (base, settings) by name.
         equipment: resources of tools and sandboxes.
-        pool: processes for episodes; None runs them in threads of the service.
+        processes: processes for episodes; None runs them in threads of the service.
 
     Raises NotFound, InputError, ConfigError (the file cannot be read).
     """
@@ -93,9 +92,9 @@ class Catalogue:
         variants: Path | None = None,
         configured: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
         equipment: Equipment | None = None,
-        pool: WorkerPool | None = None,
+        processes: EnvironmentProcesses | None = None,
     ) -> None:
-        self._runner, self._file, self._equipment, self._pool = runner, variants, equipment, pool
+        self._runner, self._file, self._equipment, self._processes = runner, variants, equipment, processes
         given = dict(configs or {})
         self._entries: dict[str, CatalogueEntry] = {}
         self._variants: dict[str, VariantRecord] = {}
@@ -184,10 +183,9 @@ class Catalogue:
         config = _valid(kind, own)
         shown = config.model_dump(mode="json")
         local = InThreads(name, kind, lambda: self._made(kind, config), self._runner)
-        outside = self._pool is not None and not kinds()[kind].in_sandbox
-        backend: EnvironmentBackend = (
-            InProcesses(local, kind, dict(shown), self._pool) if self._pool and outside else local
-        )
+        backend: EnvironmentBackend = local
+        if self._processes is not None and not kinds()[kind].in_sandbox:
+            backend = self._processes.backend(local, kind, dict(shown))
         if tools is not None:
             backend = tools.around(name, backend)
             shown |= tools.describe()
@@ -255,12 +253,12 @@ def _environment(entry: CatalogueEntry) -> Tasks:
 
 def _local(backend: EnvironmentBackend) -> InThreads | None:
     match backend:
-        case InProcesses():
-            return backend.local
         case InThreads():
             return backend
         case EquippedBackend():
             return _local(backend.base)
+        case ProcessBackend():
+            return backend.local
         case _:
             return None
 

@@ -13,9 +13,9 @@ import pytest
 
 from services.env.catalogue import CatalogueEntry
 from services.env.content import ContentRecord
-from services.env.environments import problem_files
 from shared.errors import ConfigError
 from tests.env.conftest import ROWS, OpenClient
+from volley_environments import problem_files
 from volley_environments.gsm8k.data import read_problems
 
 MATH = [{"problem": "1+1", "answer": "2"}]

@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 import pytest
 
-from services.env import repeated_call
 from services.env.episode_types import StepResult, assistant
 from shared.errors import Busy, ConfigError, Forbidden, NotFound
 from tests.env.conftest import OpenClient
 from volley_environments.code.environment import Code, CodeConfig, read_program
 from volley_environments.code.grading import same_output
+from volley_sandbox.sandbox import repeated_call
 from volley_sandbox.sandbox.sandboxes import Sandboxes
 from volley_sandbox.tools.toolset import Toolbox
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.tagged_answers import boxed_answer
 from services.env.episode_types import assistant
 from shared.errors import ConfigError, GradingEnded, NotFound
+from volley_environments.math.boxed import boxed_answer
 from volley_environments.math.environment import Math, MathConfig, is_right
 
 ROWS = [

@@ -25,7 +25,6 @@ from packages.sandbox.tests.harbor_service import (
     worker_in,
 )
 from packages.sandbox.tests.harbor_tasks import TASK_TOML, Conversation, begin, call, submit, sum_task, zipped
-from services.env import repeated_call
 from services.env.settings import ConfiguredSource
 from shared.errors import ConfigError, Forbidden, InputError, SandboxFailed, Unavailable
 from shared.run.sources import FoundSource
@@ -34,6 +33,7 @@ from tests.env.conftest import OpenClient, open_service
 from tests.support.submitted import decided
 from volley_sandbox.backends.harbor import read_config, verdict_of
 from volley_sandbox.harbor.containers import Containers, HarborSettings
+from volley_sandbox.sandbox import repeated_call
 
 in_module = pytest.mark.asyncio(loop_scope="module")
 SOLVE = "echo $(( $(paste -sd+ data/numbers.txt) )) > total.txt"

@@ -2,7 +2,7 @@
 
 One SQLite file: the writer appends a row to `ledger` in the transaction that settles a future, and never changes one.
 Each row holds the digest of the row before, so rows that were changed, removed or added later are found without the
-writer. The rows of all other tables are in a journal of the same kind (see shared.run.journal).
+writer. The rows of all other tables are in a journal of the same kind (see volley_tinker.journal).
 
 Invariants: a request has one row, named by owner and number; a settled future has exactly one ledger row; numbers of a
 model's settled requests have no gap.
@@ -21,7 +21,7 @@ from shared.errors import ConfigError, Forbidden
 from shared.files.reading import confined, open_file
 from shared.files.storage import make_private
 from shared.run.folder import RunFolder
-from shared.run.journal import Journaled
+from volley_tinker.journal import Journaled
 
 DATABASE, LOCK = "futures.sqlite", "futures.lock"
 _BLOCK_BYTES = 2**20

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from shared import packages
 
@@ -37,7 +36,6 @@ def kinds() -> dict[str, EnvironmentKind[Any]]:
     """Return the kinds by name. Raises ConfigError."""
     return {
         "frozen_lake": EnvironmentKind(FrozenLakeConfig, frozen_lake),
-        "gymnasium": EnvironmentKind(GymnasiumConfig, Gymnasium, distribution="gymnasium"),
         **packages.loaded(packages.ENVIRONMENTS),
         **packages.loaded(packages.DATASETS),
     }

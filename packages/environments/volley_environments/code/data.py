@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from services.env.environments.problem_files import read_rows
 from shared.errors import ConfigError
+from volley_environments.problem_files import read_rows
 
 FORMAT = (
     'a line is {"question": "…", "tests": ["assert f(1) == 2", …]}, or has tests like {"input": "3\\n", "output": "9"};'

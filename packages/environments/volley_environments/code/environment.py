@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
-from services.env.repeated_call import RepeatedCall
 from shared.errors import Busy, NotFound, RateLimited
 from volley_environments.code.data import Asserts, CodeProblem, PrintedTest, read_code
 from volley_environments.code.grading import Grader, ProgramVerdict
+from volley_environments.problem_files import ProblemFiles, files_of_splits
+from volley_sandbox.sandbox.repeated_call import RepeatedCall
 from volley_sandbox.sandbox.sandboxes import Sandboxes
 from volley_sandbox.tools.toolset import Toolbox
 

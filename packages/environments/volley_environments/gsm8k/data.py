@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from services.env.environments.problem_files import read_rows
 from services.env.episode_types import Message, assistant
 from shared.errors import ConfigError
+from volley_environments.problem_files import read_rows
 from volley_sandbox.tools.arithmetic import CalculatorError, calculate
 from volley_serving.dialects.calls import CallFormat, write_call
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.episode_types import (
     MAX_REWARD,
     Demonstration,
@@ -33,6 +32,7 @@ from volley_environments.gsm8k.data import (
     solution_messages,
     solution_text,
 )
+from volley_environments.problem_files import ProblemFiles, files_of_splits
 from volley_sandbox.tools.arithmetic import CalculatorError, calculate
 from volley_serving.dialects.calls import CallFormat, ToolCall, tool_calls, write_call
 

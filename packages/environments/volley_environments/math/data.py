@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from services.env.environments.problem_files import read_rows
-from services.env.environments.tagged_answers import boxed_answer
 from shared.errors import ConfigError
+from volley_environments.math.boxed import boxed_answer
+from volley_environments.problem_files import read_rows
 
 FORMAT = (
     'write lines like {"problem": "…", "answer": "\\\\frac{1}{2}"}, or with "solution" (with \\boxed{…}) for "answer"'

@@ -13,8 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.problem_files import ProblemFiles, files_of_splits
-from services.env.environments.tagged_answers import boxed_answer
 from services.env.episode_types import (
     MAX_EXPECTED,
     MAX_REWARD,
@@ -26,7 +24,9 @@ from services.env.episode_types import (
     user,
 )
 from shared.errors import GradingEnded
+from volley_environments.math.boxed import boxed_answer
 from volley_environments.math.data import MathProblem, read_math
+from volley_environments.problem_files import ProblemFiles, files_of_splits
 from volley_sandbox.grading.pool import GradingPool
 
 _LIBRARY = GradingPool("volley_environments.math.library")

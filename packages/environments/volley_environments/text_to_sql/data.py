@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from services.env.environments.problem_files import read_rows
 from shared.errors import ConfigError
+from volley_environments.problem_files import read_rows
 
 FORMAT = 'write lines like {"question": "…", "sql": "SELECT …", "schema": "CREATE TABLE …"}, or "db_id" for "schema"'
 

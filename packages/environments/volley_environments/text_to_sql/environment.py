@@ -18,7 +18,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, identity_form
-from services.env.environments.problem_files import files_of_splits
 from services.env.environments.tagged_answers import tagged_answer
 from services.env.episode_types import (
     EVAL,
@@ -34,6 +33,7 @@ from services.env.episode_types import (
     user,
 )
 from shared.errors import GradingEnded
+from volley_environments.problem_files import files_of_splits
 from volley_environments.text_to_sql.data import SqlTask, read_tasks
 from volley_environments.text_to_sql.samples import sample
 from volley_sandbox.grading.pool import GradingPool

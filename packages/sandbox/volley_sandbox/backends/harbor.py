@@ -34,11 +34,11 @@ from services.env.episode_types import (
     fingerprint,
     user,
 )
-from services.env.repeated_call import RepeatedCall, wait_for_answer
 from shared.errors import Conflict, InputError, NotFound, SandboxFailed
 from shared.text import well_formed
 from volley_sandbox.harbor.containers import Agent, Containers
 from volley_sandbox.harbor.tasks import HarborTask
+from volley_sandbox.sandbox.repeated_call import RepeatedCall, wait_for_answer
 from volley_sandbox.tools.base import ToolFault
 from volley_sandbox.tools.bash import BASH, BashSession, CommandResult
 from volley_sandbox.tools.dispatch import EpisodeTools

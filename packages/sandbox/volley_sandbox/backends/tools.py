@@ -13,8 +13,8 @@ from typing import Any
 
 from services.env.backend import EnvironmentBackend, LiveEpisode
 from services.env.episode_types import Demonstration, Info, Message, StepResult
+from services.env.processes import ProcessBackend
 from services.env.threads import InThreads
-from services.env.workers.processes import InProcesses
 from shared.errors import ConfigError, GivenUp
 from volley_sandbox.tools.base import ToolContext, ToolDescription
 from volley_sandbox.tools.dispatch import EpisodeTools
@@ -83,7 +83,7 @@ class WithTools:
         return self._tools
 
     async def _with_calls(self, split: str, index: int) -> Demonstration | None:
-        local = self.base.local if isinstance(self.base, InProcesses) else self.base
+        local = self.base.local if isinstance(self.base, ProcessBackend) else self.base
         if not isinstance(local, InThreads) or all(entry.calculator is None for entry in self.tool_set.config.tools):
             return None
 

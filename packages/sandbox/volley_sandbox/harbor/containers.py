@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 import orjson
 
-from services.env.repeated_call import WAIT_S
-from services.env.workers import wire
 from shared.errors import Busy, Forbidden, SandboxLost, Unavailable
 from shared.process import telemetry
 from shared.process.foreign import python_with
 from shared.services_schema import HarborSection
+from volley_sandbox import wire
 from volley_sandbox.bridges.harbor.engines import ENGINES
+from volley_sandbox.sandbox.repeated_call import WAIT_S
 
 type Agent = Literal["player", "oracle", "nop"]
 PROGRAM = Path(__file__).resolve().parents[1] / "bridges" / "harbor" / "worker.py"

@@ -28,7 +28,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.repeated_call import OutlivingCalls
 from shared.errors import InputError, RateLimited, SandboxFailed
 from shared.files.locks import try_lock
 from shared.files.storage import storage
@@ -47,6 +46,7 @@ from volley_sandbox.sandbox.process import workspace
 from volley_sandbox.sandbox.process.containers import ContainerSettings, ContainerSpawner
 from volley_sandbox.sandbox.process.spawned import Spawner
 from volley_sandbox.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
+from volley_sandbox.sandbox.repeated_call import OutlivingCalls
 from volley_sandbox.sandbox.sandbox import Sandbox
 from volley_sandbox.sandbox.tier import Tier
 

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 
 from packages.tinker.tests.trainer.support import SHAPES, base, datum, passed
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.token_losses import ARRAYS, LOSSES, TokenBatch, token_loss
 from services.trainer.models.lora import LoraOptions
 from shared.errors import InputError, NonFinite
 from volley_tinker.server import batches, learner
 from volley_tinker.server.engine import write_arrays
 from volley_tinker.server.learner import Adam, Base, ClientModel
+from volley_tinker.server.token_losses import ARRAYS, LOSSES, TokenBatch, token_loss
 
 LORA = LoraOptions(4, 32.0, ("q_proj", "v_proj", "down_proj"))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.algorithms.terms.token_losses import ARRAYS, LOSSES, TokenBatch
 from shared.errors import InputError
 from volley_tinker.server.messages import Datum, PassRequest
+from volley_tinker.server.token_losses import ARRAYS, LOSSES, TokenBatch
 
 _SHORTEST = 32
 _FIELDS: Mapping[str, str] = {

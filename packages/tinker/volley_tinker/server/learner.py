@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from services.trainer.algorithms.terms.token_losses import token_loss
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.scoring import Loss, objective, params_of
 from services.trainer.learner.train_step import ROW_AXES, Params, gradient, placed_as
@@ -32,6 +31,7 @@ from shared.models.config import ModelConfig
 from shared.models.names import is_untrained, to_files
 from volley_tinker.server.batches import BatchShapes, PlacedBatch, batches, gathered
 from volley_tinker.server.messages import PassOutput, PassRequest
+from volley_tinker.server.token_losses import token_loss
 
 _PARAMS, _FIRST, _SECOND, _COUNT = "params.", "first.", "second.", "count"
 

@@ -5,7 +5,7 @@
 
 An episode is one `Trial` of Harbor with the agent `Player`: Harbor builds or pulls the image, starts the containers,
 waits for health checks, applies users, time-outs and network policies, and runs the verifier. The agent takes its
-commands from the service. Requests and answers are JSON, one a line, over the socket (see services.env.workers.wire).
+commands from the service. Requests and answers are JSON, one a line, over the socket (see volley_sandbox.wire).
 
 Invariants
 - The end of the socket ends every trial, and so removes its containers. Containers of a worker that was killed are

@@ -1,4 +1,4 @@
-"""Backend of a built-in environment whose episodes run in worker processes (see services.env.workers)."""
+"""Backend of a built-in environment whose episodes run in worker processes, and the part `env.processes`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from services.env.backend import Call, call_seconds
 from services.env.episode_types import Demonstration, Message, StepResult
+from services.env.settings import EnvSettings
 from services.env.threads import InThreads
-from services.env.workers import wire
-from services.env.workers.pool import Worker, WorkerPool
+from volley_environments.workers.pool import Worker, WorkerPool, WorkerSettings
+from volley_sandbox import wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +80,15 @@ class ProcessEpisode:
         if not self.closed:
             self.closed = True
             self.worker.forget(self.number)
+
+
+class Processes(WorkerPool):
+    """Worker processes of the service."""
+
+    def __init__(self, settings: EnvSettings) -> None:
+        worker = WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
+        super().__init__(settings.n_processes, worker)
+
+    def backend(self, local: InThreads, kind: str, config: Mapping[str, Any]) -> InProcesses:
+        """Return the environment with its episodes in the processes."""
+        return InProcesses(local, kind, config, self)

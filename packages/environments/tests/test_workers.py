@@ -17,10 +17,10 @@ from services.env.backend import EnvironmentBackend
 from services.env.catalogue import Catalogue
 from services.env.episode_types import assistant
 from services.env.threads import ThreadRunner
-from services.env.workers.pool import WorkerPool, WorkerSettings
-from services.env.workers.processes import InProcesses, ProcessEpisode
 from shared.errors import GivenUp, InputError, NotFound, VolleyError
 from tests.env.conftest import OpenClient
+from volley_environments.workers.pool import WorkerPool, WorkerSettings
+from volley_environments.workers.processes import InProcesses, ProcessEpisode
 
 SETTINGS = WorkerSettings(n_threads=2, deadline_s=20.0, max_waiting=64)
 
@@ -186,6 +186,9 @@ def _workers() -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it may end meanwhile
             parent = int((process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"services.env.worker_main" in (process / "cmdline").read_bytes():
+            if (
+                parent == os.getpid()
+                and b"volley_environments.workers.worker_main" in (process / "cmdline").read_bytes()
+            ):
                 found.append(int(process.name))
     return found

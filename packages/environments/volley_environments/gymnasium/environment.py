@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from services.env.environments.adapters.tabular import GreedyPolicy
 from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, identity_form, seed_of
 from services.env.environments.games.text_game import (
     GameConfig,
@@ -30,6 +29,7 @@ from services.env.environments.games.text_game import (
 )
 from services.env.episode_types import EVAL, MAX_REWARD, TRAIN, Demonstration, check_task
 from shared.errors import InputError, NotFound
+from volley_environments.gymnasium.tabular import GreedyPolicy
 
 if TYPE_CHECKING:
     import gymnasium

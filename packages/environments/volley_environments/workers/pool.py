@@ -17,18 +17,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
 
-from services.env.workers import wire
 from shared.errors import Busy, GivenUp, NotFound, RateLimited, Unavailable, from_problem
 from shared.process import telemetry
+from volley_sandbox import wire
 
-_MODULE = "services.env.worker_main"
-_ROOT = Path(__file__).resolve().parents[3]
+_MODULE = "volley_environments.workers.worker_main"
 _START_S = 60.0
 _RESTART_S = 1.0
 _STOP_S = 2.0
@@ -80,10 +78,7 @@ class Worker:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", _MODULE, *map(str, arguments)),
                     stdin=asyncio.subprocess.DEVNULL,
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
-                    },
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     pass_fds=(theirs.fileno(),),
                 )
             worker = cls(process, settings)
@@ -173,7 +168,7 @@ class WorkerPool:
     """Worker processes of the service.
 
     Args:
-        n: number of processes; a pool of 0 is unused.
+        n: number of processes.
     """
 
     def __init__(self, n: int, settings: WorkerSettings) -> None:

@@ -1,6 +1,6 @@
 """Worker process that runs built-in environments and their episodes.
 
-    python -m services.env.worker_main DESCRIPTOR THREADS DEADLINE_S MAX_WAITING DIGESTS
+    python -m volley_environments.workers.worker_main DESCRIPTOR THREADS DEADLINE_S MAX_WAITING DIGESTS
 
 Requests and answers travel through the socket of that descriptor (see `wire`), many at once. The process ends, with all
 of its episodes, when the socket is closed or when an environment's calls hang in all of its threads.
@@ -18,13 +18,13 @@ from typing import Any
 import orjson
 
 from services.env.backend import LiveEpisode
-from services.env.environments import problem_files
 from services.env.environments.kinds import kinds
 from services.env.threads import InThreads, ThreadRunner
-from services.env.workers import wire
 from shared.errors import NotFound, VolleyError, problem
 from shared.process import telemetry
 from shared.process.parent import end_with_parent
+from volley_environments import problem_files
+from volley_sandbox import wire
 
 
 class WorkerProcess:

@@ -10,10 +10,10 @@ import gymnasium
 import pytest
 from gymnasium.utils import seeding
 
-from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
-from services.env.environments.adapters.tabular import GreedyPolicy
 from services.env.episode_types import assistant
 from shared.errors import InputError, NotFound
+from volley_environments.gymnasium.environment import Gymnasium, GymnasiumConfig
+from volley_environments.gymnasium.tabular import GreedyPolicy
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "talk": "bare"}
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
