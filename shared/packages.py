@@ -56,11 +56,11 @@ NAMED = (SECTIONS, KEYS, COMMANDS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATAS
 OWNERS: Mapping[str, str] = {
     "tinker": "volley-rl-tinker",
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
-    "model_conversion": "volley-rl-convert",
+    **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",
     **dict.fromkeys(("launch", "node", "plan", "planner"), "volley-rl-launch"),
     **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),
-    **dict.fromkeys(("export", "follow", "model", "status", "upgrade"), "volley-rl-commands"),
+    **dict.fromkeys(("follow", "model", "status", "upgrade"), "volley-rl-commands"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
         ("run.dashboard", "run.trackers", "compare", "dashboard", "live_display", "report", "track", "trajectories"),

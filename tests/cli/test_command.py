@@ -25,7 +25,7 @@ from volley.commands import train
 from volley.layout import PROJECT
 from volley.local import ports
 from volley.runs import record as runs
-from volley_commands import export
+from volley_convert import command as export
 
 CONFIG = "configs/quickstart.yaml"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoints import exported_files
 from tests.support import families
 from tests.support.tokenizer import FOLDER
+from volley_convert import exported_files
 
 
 @pytest.mark.parametrize("name", families.NAMES)

@@ -27,12 +27,6 @@ MODEL = Command(
     "model get smollm2 models/smollm2",
     group="Models and environments",
 )
-EXPORT = Command(
-    "volley_commands.export",
-    "write a run's weights as a folder that transformers loads",
-    "export runs/quickstart models/mine",
-    group="Models and environments",
-)
 DOCTOR = Command("volley_commands.doctor", "check what is installed and usable here", "doctor", group="This machine")
 CONFIG = Command(
     "volley_commands.configuration",

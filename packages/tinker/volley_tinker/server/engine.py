@@ -22,8 +22,6 @@ import orjson
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from services.trainer.checkpoints.export import peft_config
-from services.trainer.checkpoints.exported_files import write_json
 from services.trainer.models.lora import LoraOptions
 from shared.errors import InputError, NotFound, VolleyError, WeightsError
 from shared.files import storage
@@ -31,6 +29,8 @@ from shared.models import adapter
 from shared.models.config import CONFIG
 from shared.models.weight_files import SCALE, UNMERGED, WEIGHTS
 from shared.process import telemetry
+from volley_convert.export import peft_config
+from volley_convert.exported_files import write_json
 from volley_tinker.futures import file_digest
 from volley_tinker.server import batches, messages, specs
 from volley_tinker.server.batches import BatchShapes

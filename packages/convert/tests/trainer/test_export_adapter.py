@@ -15,7 +15,6 @@ import yaml
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
-from services.trainer.checkpoints import export
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models import family
@@ -32,6 +31,7 @@ from shared.schema import Projection
 from shared.types import WeightVersion
 from tests.support import families, models
 from tests.support.torch_client import Torch
+from volley_convert import export
 from volley_proof.verify.checkpoints import retained
 from volley_proof.verify.violation import ViolationKind
 

@@ -13,12 +13,12 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from services.trainer.checkpoints import export
+from packages.convert.tests.trainer.test_export import make_run
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from tests.support import families
 from tests.support.tokenizer import FOLDER as TOKENIZER
-from tests.trainer.test_export import make_run
+from volley_convert import export
 
 TEXTS = (
     "It's 12345 o'clock,  isn't it?\n\n\tCafé Café <answer>Right || Down</answer>",

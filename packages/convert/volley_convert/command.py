@@ -52,7 +52,7 @@ def main(run_dir: Path, version: str, folder: Path, *, adapter: bool = False) ->
     arguments += ["--trust"] if trust.is_accepted(run) else []
     variables = variables_of("trainer", cpu=True)
     with working(f"exporting to {folder}"):
-        result = trainer_program.run("services.trainer.checkpoints.export", arguments, variables)
+        result = trainer_program.run("volley_convert.export", arguments, variables)
     lines = [f"{folder} holds {result['version']} of {run_dir}: {result['tensors']} tensors, {result['dtype']}"]
     lines += [f"{level}: {text}" for level in ("warning", "note") if (text := result.get(level))]
     print_result({"folder": folder, **result}, join_lines(lines))

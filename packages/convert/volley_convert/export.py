@@ -1,6 +1,6 @@
 """Export of a run's version as a Hugging Face folder.
 
-`python -m services.trainer.checkpoints.export RUN_DIR FOLDER --version V` prints what it wrote, or an error as a
+`python -m volley_convert.export RUN_DIR FOLDER --version V` prints what it wrote, or an error as a
 problem body. It only reads the run's folder.
 
 The tensors are the published parameters bit for bit, in the run's `model.dtype`, as the rollout servers load them.
@@ -22,7 +22,6 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from services.trainer.checkpoints import exported_files
 from services.trainer.checkpoints.logged import check_log
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base
@@ -38,6 +37,7 @@ from shared.run import state as states
 from shared.run import trust
 from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
+from volley_convert import exported_files
 
 _ROUNDS = (
     "the weights with merged adapters are float32, because bfloat16 rounds away most of a small change: load the folder"
@@ -48,7 +48,7 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMER
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export and return the exit code: 0 written, 1 failed, 2 wrong usage."""
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.checkpoints.export")
+    parser = argparse.ArgumentParser(prog="python -m volley_convert.export")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--version", default=origin.LATEST)

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from services.trainer.checkpoints import export
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.arrays import CheckpointContents
@@ -28,6 +27,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import families, models
 from tests.support.tokenizer import FOLDER as TOKENIZER
+from volley_convert import export
 
 VERSION = "e000001-s000001"
 
