@@ -10,7 +10,7 @@ from services.trainer import options as from_run
 from services.trainer.algorithms.rules.checks import check_rules
 from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend, no_warm_start
-from services.trainer.backend.memory import TrainingMemory
+from services.trainer.backend.memory import training_memory
 from services.trainer.backend.policy import PolicyBackend
 from services.trainer.backend.warm_start import WarmStartedBackend, warm_starts
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
@@ -67,7 +67,7 @@ def make_backend(
         checkpoints,
         publications=publications,
         options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
-        planned=TrainingMemory(config, described),
+        planned=training_memory(config, described),
         check=partial(check_rules, config.algorithm, config.trainer.filters.custom),
         warms=supervised_steps(config) is not None,
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
-from shared.planning.training import ITEM_SIZES, Platform
 from shared.schema import RunConfig
 
+type Platform = Literal["cpu", "tpu", "gpu"]
+
+ITEM_SIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number."""
 _ALIGNED = 128
 """Numbers to which the engine rounds up a head's key or value, for the paged attention of TPUs; not on CPUs."""
 _POOL_SHARE = 1 / 16  # of a CPU's memory

@@ -19,7 +19,7 @@ import numpy as np
 
 from services.trainer.backend import memory
 from services.trainer.backend.assembly import ModelCheckpoints, built, with_adapters
-from services.trainer.backend.memory import TrainingMemory
+from services.trainer.backend.memory import PlannedMemory
 from services.trainer.backend.warm_start import WarmSteps
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.policy import Policy, PolicyOptions
@@ -64,7 +64,7 @@ class PolicyBackend:
         checkpoints: ModelCheckpoints,
         publications: ModelPublications | None = None,
         options_under: Callable[[Flat], PolicyOptions] | None = None,
-        planned: TrainingMemory | None = None,
+        planned: PlannedMemory | None = None,
         check: Callable[[], None] = lambda: None,
         *,
         warms: bool = False,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.parameters import n_parameters, parameters
-from shared.planning.trainer import checkpoint_bytes, has_reference
-from shared.planning.training import ITEM_SIZES
+from shared.planning.serving import ITEM_SIZES
 from shared.run.group_size import token_bytes
 from shared.schema import RunConfig
 from shared.supervised import supervised_steps
+from volley_launch.training.trainer import checkpoint_bytes, has_reference
 
 _DELTA_BYTES = 1.1
 """Bytes of a delta for each number that moved, as measured (docs/measurements.md)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.errors import ConfigError
-from shared.planning.training import Platform
+from shared.planning.serving import Platform
 from shared.process.host_memory import host_limit
 from volley.local.accelerators import Kind, find_accelerators, find_gpu, tpu_generation
 from volley.local.sharing import given_share, variable

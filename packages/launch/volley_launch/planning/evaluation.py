@@ -11,8 +11,6 @@ from shared.errors import ConfigError
 from shared.models.adapter import is_adapter
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
-from shared.planning import trainer
-from shared.planning.training import MemoryEstimate
 from shared.run.group_size import check_group
 from shared.schema import RunConfig
 from volley.local.sharing import divide, is_shared
@@ -21,6 +19,8 @@ from volley_launch.planning.devices import Devices
 from volley_launch.planning.host import HostEstimate
 from volley_launch.planning.quantities import show_bytes
 from volley_launch.planning.server import ServerEstimate
+from volley_launch.training import trainer
+from volley_launch.training.memory import MemoryEstimate
 
 
 @dataclass(frozen=True, slots=True)

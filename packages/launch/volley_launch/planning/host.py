@@ -11,8 +11,8 @@ from typing import Any
 
 from shared.engine_schema import EngineSection
 from shared.models.config import ModelConfig
-from shared.planning.training import MemoryEstimate
 from volley_launch.planning.server import ServerEstimate
+from volley_launch.training.memory import MemoryEstimate
 
 _MIB = 2**20
 _TRAINER, _ENGINE, _SERVICE = 250 * _MIB, 370 * _MIB, 130 * _MIB

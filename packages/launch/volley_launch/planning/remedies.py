@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from shared.planning.remedies import (
+from shared.schema import RunConfig
+from volley_launch.planning.devices import Devices
+from volley_launch.planning.evaluation import PlannedDevices, evaluate
+from volley_launch.training.remedies import (
     Settings,
     described,
     of_training,
@@ -18,9 +21,6 @@ from shared.planning.remedies import (
     ways,
     with_settings,
 )
-from shared.schema import RunConfig
-from volley_launch.planning.devices import Devices
-from volley_launch.planning.evaluation import PlannedDevices, evaluate
 
 _LARGEST_MESH = 512
 _GROWTH = 8  # doublings of a mesh or of tp_size that are tried

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
-from shared.planning.serving import of_run
-from shared.planning.training import ITEM_SIZES
+from shared.planning.serving import ITEM_SIZES, of_run
 from shared.schema import RunConfig
 from volley_launch.planning.devices import DeviceType
 

@@ -24,7 +24,6 @@ from services.trainer.models.options import ModelOptions
 from services.trainer.publishing.publications import ModelToPublish, Publications
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
-from shared.planning.training import MemoryEstimate
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
 from shared.run import rule_files
@@ -33,6 +32,7 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.trainer.process import BATCH, TrainerProcess, producing
 from tests.trainer.process import config as process_config
+from volley_launch.training.memory import MemoryEstimate
 from volley_multihost.connection import PeerConnection, greet, welcome
 from volley_multihost.options import GroupOptions, group_options
 from volley_multihost.processes import Follower, Leader, follow, stream, together

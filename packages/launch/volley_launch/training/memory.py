@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from shared.models import adapter
 from shared.models.names import is_of_attention
 from shared.models.parameters import ParameterShape, Shapes
+from shared.planning.serving import ITEM_SIZES
 
-type Platform = Literal["cpu", "tpu", "gpu"]
-
-ITEM_SIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number."""
 _MOMENTS = 2  # of AdamW
 _FLOAT32 = 4
 _MIB = 2**20

@@ -8,12 +8,13 @@ from shared import backend_kinds
 from shared.backend_kinds import BackendKind
 from shared.models.config import ModelConfig
 from shared.models.parameters import Shapes, parameters
-from shared.planning import training
-from shared.planning.activations import BatchSize, activations
 from shared.planning.micro_batch import MicroBatchShape, rows_of_step, shape_of
-from shared.planning.training import MemoryEstimate, Platform, TrainingSetup
+from shared.planning.serving import Platform
 from shared.schema import SPLASH_UNIT, RunConfig
 from shared.supervised import supervised_steps
+from volley_launch.training import memory as training
+from volley_launch.training.activations import BatchSize, activations
+from volley_launch.training.memory import MemoryEstimate, TrainingSetup
 
 _POSITION_BYTES = 30  # of a micro-batch's arrays, for each position
 _BYTE = 256  # experts that one byte tells apart, beside "none"

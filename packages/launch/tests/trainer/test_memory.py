@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from services.trainer.backend import memory
-from services.trainer.backend.memory import TrainingMemory
 from services.trainer.backend.policy import PolicyBackend, copied
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
@@ -32,9 +30,7 @@ from services.trainer.options import LoraOptions
 from shared import config
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from shared.planning import trainer
-from shared.planning.activations import BatchSize, activations
-from shared.planning.training import MemoryEstimate, Platform
+from shared.planning.serving import Platform
 from shared.process.host_memory import host_limit, release_freed, resident
 from shared.run.checkpoint_files import Probe
 from shared.schema import Projection
@@ -42,6 +38,11 @@ from tests.support import families, models
 from tests.support.memory import forget_peak, most_resident
 from tests.trainer.support import model_of
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, WEIGHTS
+from volley_launch.training import checking as memory
+from volley_launch.training import trainer
+from volley_launch.training.activations import BatchSize, activations
+from volley_launch.training.checking import TrainingMemory
+from volley_launch.training.memory import MemoryEstimate
 
 SHAPE = ModelConfig.parse(CONFIG_1)
 MODEL = ModelOptions(Path(), "float32", "none", (1, 1), ("fsdp", "tp"), 0)
