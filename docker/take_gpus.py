@@ -15,7 +15,7 @@ from pathlib import Path
 from shared import config
 from shared.errors import VolleyError
 from shared.files.locks import lock_file, try_lock
-from volley.local.accelerators import find_accelerators
+from volley_launch.accelerators import find_accelerators
 
 
 def main(folder: str, *command: str) -> None:

@@ -21,8 +21,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
                       `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
-                      `planner` → `volley.choices.Planner`, `training_memory` → `(RunConfig, ModelConfig) ->
-                      services.trainer.backend.memory.PlannedMemory`,
+                      `accelerators` → `volley.local.devices.Accelerators`, `planner` → `volley.choices.Planner`,
+                      `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
                       `supervised.steps` → `(RunConfig) -> SupervisedSteps | None` (shared.supervised),
                       `supervised.runs` → `volley.reporting.supervised.SupervisedRuns`, `trainer.supervised` →
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
@@ -59,7 +59,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",
-    **dict.fromkeys(("launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
+    **dict.fromkeys(("accelerators", "launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
     **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),
     **dict.fromkeys(("follow", "model", "status", "upgrade"), "volley-rl-commands"),
     "tunix": "volley-rl-tunix",

@@ -18,7 +18,7 @@ from shared.run.folder import RunFolder
 from shared.supervised import supervised_steps
 from volley import choices
 from volley.local import external, ports
-from volley.local.accelerators import check_device
+from volley.local.devices import accelerators
 from volley.runs import survey
 
 
@@ -75,7 +75,7 @@ def check_inputs(loaded: LoadedConfig) -> Path:
     check_environments(loaded.config)
     device, counts = loaded.config.rollout.engine.device, loaded.config.local_processes()
     if device != "cpu" and (counts["trainer"] or counts["rollout"]):
-        check_device(device, ())
+        accelerators().check_device(device, ())
     for key in ("train", "eval"):
         path: Path | None = getattr(loaded.config.data, key)
         if path is not None and loaded.config.services.env.url is None:  # else the file is on that service's host

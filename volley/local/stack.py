@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -31,7 +31,8 @@ from shared.services import SERVICES
 from shared.services_schema import ServicesSection, TokenFiles
 from shared.web.access import Role, read_token, token_for
 from volley.layout import python_of, variables_of
-from volley.local import accelerators, external, ports
+from volley.local import external, ports
+from volley.local.devices import accelerators
 from volley.local.hosts import RunHost
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.supervisor import (
@@ -147,8 +148,7 @@ class _Builder:
         services, place = loaded.config.services, seams.place
         self.external = {} if place else external.find(services)
         counts = _counts(loaded.config, folder) if place is None else dict.fromkeys(SERVICES, 0) | dict(place.counts)
-        self._accelerators = accelerators.shares(loaded.config, counts["rollout"], n_trainers=counts["trainer"])
-        self._check_backends(loaded.config.rollout.engine.device)
+        self._accelerators = self._assigned(loaded.config, counts)
         self._engines = engines_of(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
@@ -167,12 +167,18 @@ class _Builder:
         addresses.write(folder, self.urls, self.external, self._services)
         self._files = self._session_files()
 
-    def _check_backends(self, device: Literal["cpu", "tpu", "gpu"]) -> None:
-        """Raises ConfigError if a process that has accelerators could not use them."""
-        kinds = {kind for kind, info in SERVICES.items() if info.process(0) in self._accelerators}
+    def _assigned(self, config: RunConfig, counts: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
+        """Return the environment variables that show each process its accelerators.
+
+        Raises ConfigError if there are too few, or a process could not use them.
+        """
+        if (device := config.rollout.engine.device) == "cpu":
+            return {}
+        found = accelerators().shares(config, counts["rollout"], n_trainers=counts["trainer"])
+        kinds = {kind for kind, info in SERVICES.items() if info.process(0) in found}
         for environment in sorted({self._environment_of(kind) for kind in kinds - self._seams.modules.keys()}):
-            assert device != "cpu"
-            accelerators.check_backend(device, environment)
+            accelerators().check_backend(device, environment)
+        return found
 
     def _session_files(self) -> SessionFiles:
         folder, services = self._folder, self._services

@@ -21,10 +21,10 @@ from shared.process import host_memory
 from shared.process.uv import find_uv
 from shared.services import SERVICES
 from volley.layout import installing, is_unmade, python_of
-from volley.local.accelerators import Kind, backend, find_accelerators
 from volley.printing import join_lines, print_result
 from volley.reporting.working import working
 from volley.wheel import DISTRIBUTION
+from volley_launch.accelerators import Kind, backend, find_accelerators
 
 type Level = Literal["ok", "note", "problem"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 import pytest
 
+from packages.launch.tests.test_accelerators import machine  # noqa: F401 - a fixture
 from shared import config
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.parameters import n_parameters
 from shared.published import delta
-from tests.cli.test_accelerators import machine  # noqa: F401 - a fixture
 from tests.support import families
 from tests.support.large_models import QWEN3_4B, QWEN3_30B, SMOLLM2
 from tests.support.models import tiny_config, write_hf

@@ -25,7 +25,6 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.visible import quoted
 from volley.layout import python_of, variables_of
-from volley.local.accelerators import check_device
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.signals import stopping_on_signal
 from volley.local.supervisor import SupervisedProcess, keep_running
@@ -33,6 +32,7 @@ from volley.printing import print_lines as say
 from volley.printing import print_result
 from volley.run_arguments import add_api_key, api_key_of
 from volley.runs.record import secret
+from volley_launch.accelerators import check_device
 from volley_serving.serve import add_server, find_port, is_ready, until_stopped, with_context, without_key
 from volley_tinker import futures
 

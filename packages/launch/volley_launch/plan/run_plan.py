@@ -13,13 +13,13 @@ from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
 from shared.models.parameters import n_parameters, parameters
 from shared.schema import RunConfig
-from volley.local.accelerators import shares
-from volley.local.sharing import is_shared
+from volley_launch.accelerators import shares
 from volley_launch.plan import costs, topology
 from volley_launch.planning.devices import Devices, local, parse, this_host
 from volley_launch.planning.evaluation import Evaluation, PlannedDevices, evaluate
 from volley_launch.planning.quantities import show_bytes
 from volley_launch.planning.remedies import Search
+from volley_launch.sharing import is_shared
 
 SHARED = "shared"
 """Name of the trainer's GPU in place of the rollout servers' devices."""

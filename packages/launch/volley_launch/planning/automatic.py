@@ -20,8 +20,8 @@ from shared.planning.micro_batch import rows_of_step
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from volley.choices import is_given
-from volley.local.accelerators import check_device, find_accelerators
 from volley.runs.run_file import read_record
+from volley_launch.accelerators import check_device, find_accelerators
 from volley_launch.planning.devices import Devices, local, this_host
 from volley_launch.planning.evaluation import PlannedDevices, evaluate
 from volley_launch.planning.quantities import show_bytes

@@ -11,9 +11,9 @@ from pathlib import Path
 from shared.errors import ConfigError
 from shared.planning.serving import Platform
 from shared.process.host_memory import host_limit
-from volley.local.accelerators import Kind, find_accelerators, find_gpu, tpu_generation
-from volley.local.sharing import given_share, variable
+from volley_launch.accelerators import Kind, find_accelerators, find_gpu, tpu_generation
 from volley_launch.planning.quantities import parse_bytes
+from volley_launch.sharing import given_share, variable
 
 _GIB, _MIB = 2**30, 2**20
 _GPU_SHARE, _TPU_SHARE = 0.75, 0.98

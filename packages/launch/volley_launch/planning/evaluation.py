@@ -13,12 +13,12 @@ from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
 from shared.run.group_size import check_group
 from shared.schema import RunConfig
-from volley.local.sharing import divide, is_shared
 from volley_launch.planning import host, server
 from volley_launch.planning.devices import Devices
 from volley_launch.planning.host import HostEstimate
 from volley_launch.planning.quantities import show_bytes
 from volley_launch.planning.server import ServerEstimate
+from volley_launch.sharing import divide, is_shared
 from volley_launch.training import trainer
 from volley_launch.training.memory import MemoryEstimate
 

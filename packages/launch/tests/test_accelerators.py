@@ -8,7 +8,7 @@ import pytest
 
 from shared.config import LoadedConfig, load
 from shared.errors import ConfigError
-from volley.local import accelerators
+from volley_launch import accelerators
 
 CONFIG = Path("configs/chaos.yaml")
 SHARES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")

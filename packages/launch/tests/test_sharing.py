@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
+from packages.launch.tests.test_accelerators import SHARES, variables_of
 from shared.config import load
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.planning.serving import ServerMemory, of_run
-from tests.cli.test_accelerators import SHARES, variables_of
 from tests.support.large_models import QWEN3_4B, QWEN3_30B, SMOLLM2
 from tools.chaos.arena import SIMULATED
-from volley.local import accelerators, sharing, stack
+from volley.local import stack
 from volley.local.processes import Reaper
 from volley.local.stack import StackSeams
 from volley.local.supervisor import RestartPolicy
 from volley.runs.record import claimed
+from volley_launch import accelerators, sharing
 from volley_launch.plan.run_plan import PlanRequest, RunPlan, make
 
 CONFIG = "configs/quickstart.yaml"

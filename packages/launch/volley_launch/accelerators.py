@@ -1,7 +1,7 @@
 """Assign this machine's accelerators to the processes of a run.
 
 The trainer gets as many as its mesh has devices (each of its processes a part), each rollout server as many as its
-model is split over (`tp_size`). No two processes share one, except the only GPU of a machine (`volley.local.sharing`):
+model is split over (`tp_size`). No two processes share one, except the only GPU of a machine (`volley_launch.sharing`):
 a TPU chip can be opened only once. On CPUs nothing is assigned: an engine makes as many CPU devices as it needs.
 """
 
@@ -21,7 +21,7 @@ from shared.errors import ConfigError, VolleyError
 from shared.schema import RunConfig
 from shared.services import SERVICES
 from volley.layout import installing, python_of
-from volley.local.sharing import divide, given_share, is_shared, variable
+from volley_launch.sharing import divide, given_share, is_shared, variable
 
 if TYPE_CHECKING:
     from shared.models.config import ModelConfig
