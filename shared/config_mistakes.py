@@ -115,6 +115,8 @@ def _explain(error: Any) -> str:
         given, expected = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         if found := renamed(f"{key}.{tag}", given):
             return f"{key}.{tag}={given!r}: {advice(found[1])}"
+        if key == "algorithm" and (absent := packages.missing(given)):
+            return f"{key}.{tag}={given!r}: {absent}"
         near = get_close_matches(given, [one.strip("' ") for one in expected.split(",")], n=1)
         return f"{key}.{tag}={given!r}: " + (f"did you mean {near[0]}?" if near else "unknown")
     if error["type"] == "union_tag_not_found":

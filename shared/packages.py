@@ -35,6 +35,7 @@ An entry point is a name and an object in a module, written in the package's pyp
     volley.agents     recorder of agents' calls → `(RecorderContext) -> AgentRecorder` (services.orchestrator.agents)
     volley.environment_kinds   built-in environment → `services.env.environments.kinds.EnvironmentKind`
     volley.dataset_kinds       the same, for environments whose tasks are rows of `data.train` and `data.eval`
+    volley.algorithms name for `algorithm.name` → `shared.algorithm_kinds.AlgorithmKind`
     volley.engines    name for `rollout.engine.kind` → `shared.engine_kinds.EngineKind`
     volley.backends   name for `trainer.backend` → `shared.backend_kinds.BackendKind`
 """
@@ -51,11 +52,16 @@ from shared.errors import ConfigError
 SECTIONS, COMMANDS, PROOFS = "volley.sections", "volley.commands", "volley.proofs"
 ENVIRONMENTS, DATASETS = "volley.environment_kinds", "volley.dataset_kinds"
 ENGINES, AGENTS = "volley.engines", "volley.agents"
-BACKENDS, ROUTERS, SINKS = "volley.backends", "volley.routers", "volley.sinks"
+ALGORITHMS, BACKENDS = "volley.algorithms", "volley.backends"
+ROUTERS, SINKS = "volley.routers", "volley.sinks"
 KEYS, SIDECARS, PARTS = "volley.keys", "volley.sidecars", "volley.parts"
-NAMED = (SECTIONS, KEYS, COMMANDS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATASETS)
+NAMED = (SECTIONS, KEYS, COMMANDS, ALGORITHMS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATASETS)
 OWNERS: Mapping[str, str] = {
     "tinker": "volley-rl-tinker",
+    **dict.fromkeys(
+        ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
+    ),
+    **dict.fromkeys(("reinforce_plus_plus", "sao", "sapo"), "volley-rl-algorithms"),
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",

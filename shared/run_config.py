@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, create_model
 
 from shared import packages
+from shared.algorithm_schema import GrpoSection, any_section
 from shared.errors import ConfigError
 from shared.schema import RunConfig
 from shared.section import PackageKey, PackageSection, Section
@@ -17,8 +18,9 @@ from shared.section import PackageKey, PackageSection, Section
 
 @cache
 def run_model() -> type[RunConfig]:
-    """Return `RunConfig` with the sections and keys of installed packages. Raises ConfigError."""
-    return extended(RunConfig, {**sections(), **keys()})
+    """Return `RunConfig` with the sections, keys and algorithms of installed packages. Raises ConfigError."""
+    whole = extended(RunConfig, {**sections(), **keys()})
+    return create_model("RunConfig", __base__=whole, __doc__=whole.__doc__, algorithm=(any_section(), GrpoSection()))
 
 
 @cache

@@ -35,12 +35,13 @@ _GROUP = re.compile(r'"volley\.([a-z_]+)"')
 
 def _entry_points() -> Mapping[str, Mapping[str, str]]:
     """Entry points that the client needs, by group: trajectories, and what every package adds to a configuration."""
-    found: dict[str, dict[str, str]] = {"sections": {}, "keys": {}, "parts": {}}
+    found: dict[str, dict[str, str]] = {"sections": {}, "keys": {}, "algorithms": {}, "parts": {}}
     for file in sorted(PROJECT.glob("packages/*/pyproject.toml")):
         groups = tomllib.loads(file.read_text(encoding="utf-8"))["project"].get("entry-points", {})
         for group, points in found.items():
             points |= groups.get(f"volley.{group}", {})
-    modules = {_PART, *map(_module, (*found["sections"].values(), *found["keys"].values()))}
+    added = (found[group] for group in ("sections", "keys", "algorithms"))
+    modules = {_PART, *(_module(point) for points in added for point in points.values())}
     return {**found, "parts": {name: point for name, point in found["parts"].items() if _module(point) in modules}}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from shared.run_config import run_model
 from shared.schema import RunConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bridges" / "verl"))
@@ -101,7 +102,7 @@ def test_algorithms_are_mapped() -> None:
 )
 def test_defaults_that_are_given_are_those_that_are_not(name: str) -> None:
     base = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}, "algorithm": {"name": name}}
-    whole = RunConfig.model_validate(base).algorithm.model_dump(mode="json")
+    whole = run_model().model_validate(base).algorithm.model_dump(mode="json")
     made, short = translated({"algorithm": whole}), translated({"algorithm": {"name": name}})
     assert {key: value for key, value in made.items() if key in short} == short
 

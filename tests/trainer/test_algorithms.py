@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from services.trainer.algorithms.ppo import Ppo, WithCritic
-from services.trainer.algorithms.registry import ALGORITHMS, algorithm, taught
+from services.trainer.algorithms.registry import algorithm, names, taught
 from services.trainer.algorithms.terms.advantages import gae, returns_to_go, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.rewards import of_tokens, turn_of_tokens
@@ -21,6 +21,7 @@ from shared import algorithm_schema as schema
 from shared.algorithm_base import PolicyGradientSection, RewardNormalization
 from shared.run import rule_files
 from shared.types import Trajectory, Turn, VersionSpan
+from volley_algorithms import sections
 
 N = 14
 MODEL_TURNS = ((4, 7), (9, 14))
@@ -70,7 +71,7 @@ SAMPLED = trajectory(0).loss_mask.astype(bool)
         (schema.RlooSection(name="rloo"), lambda r: r - (r.sum() - r) / (len(r) - 1)),
         (schema.DapoSection(name="dapo"), lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
         (schema.GspoSection(name="gspo-token", advantage_estimator="drgrpo"), lambda r: r - r.mean()),
-        (schema.CispoSection(name="cispo", advantage_estimator="rloo"), lambda r: (r - r.mean()) * 4 / 3),
+        (sections.CispoSection(name="cispo", advantage_estimator="rloo"), lambda r: (r - r.mean()) * 4 / 3),
     ],
 )
 def test_every_sampled_token_has_its_episodes_advantage_against_its_group(section, expected):
@@ -138,20 +139,20 @@ def test_rewards_are_normalized_over_those_that_belong_together():
     every = np.concatenate(rewards)
     for grouping, pools in (("state", rewards), ("batch", [every, every]), ("inductive", [every, every])):
         how = RewardNormalization(grouping=grouping, method="mean_std")
-        section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
+        section = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
         made = algorithm(section, 1, 8).token_rewards(groups)
         for group, given_rewards, pool in zip(made, rewards, pools, strict=True):
             wanted = (given_rewards - pool.mean()) / (pool.std() + 1e-6)
             assert [one.total for one in group] == pytest.approx(wanted.tolist(), rel=1e-6)
     how = RewardNormalization(grouping="batch", method="asym_clip")
-    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
+    section = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
     made = algorithm(section, 1, 8).token_rewards([episodes(*[0.0] * 30, 100.0, -5.0)])
     totals = [one.total for one in made[0]]
     assert (max(totals), min(totals) > -1) == (3.0, True)
 
 
 def test_reinforce_plus_plus_normalizes_returns_over_all_tokens_of_the_step():
-    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", gamma=0.9)
+    section = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", gamma=0.9)
     groups = [episodes(1.0, 0.0), episodes(0.5, -1.0)]
     found = np.array([one[SAMPLED] for group in advantages(section, *groups) for one in group])
     returns = np.array([r * 0.9 ** np.arange(7, -1, -1) for r in (1.0, 0.0, 0.5, -1.0)])
@@ -159,7 +160,7 @@ def test_reinforce_plus_plus_normalizes_returns_over_all_tokens_of_the_step():
 
 
 def test_its_baseline_is_the_groups_mean():
-    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group")
+    section = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group")
     found = advantages(section, episodes(1.0, 0.0), episodes(5.0, 5.0))
     assert found[0][0][4] == pytest.approx(-found[0][1][4])
     assert found[0][0][4] == pytest.approx(np.sqrt(2), rel=1e-5)
@@ -228,7 +229,7 @@ def test_rewards_of_any_size_give_finite_advantages(name: str, scale: float):
         "grpo": schema.GrpoSection(),
         "drgrpo": schema.DrGrpoSection(name="drgrpo"),
         "rloo": schema.RlooSection(name="rloo"),
-        "reinforce_plus_plus": schema.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
+        "reinforce_plus_plus": sections.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
     }[name]
     for group in advantages(section, episodes(scale, -scale, 0.0), episodes(0.0, scale)):
         for one in group:
@@ -242,7 +243,7 @@ def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(na
     if name == "ppo":
         made = Ppo(schema.PpoSection(name="ppo", reward_normalization=how, whiten_advantages=False), 1, 8)
     else:
-        section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
+        section = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
         made = algorithm(section, 1, 8)
     group = [EpisodeTokens(trajectory(r), values=np.zeros(N, np.float32)) for r in (0.0, 0.0, 1.0, 1.0)]
     found = [one.tokens for one in made.token_rewards([group])[0]]
@@ -254,7 +255,7 @@ def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(na
 
 def test_normalizing_enormous_rewards_keeps_their_proportions():
     how = RewardNormalization(grouping="state", method="mean_std")
-    made = algorithm(schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how), 1, 8)
+    made = algorithm(sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how), 1, 8)
     small, large = (
         [one.total for one in made.token_rewards([episodes(*(scale * r for r in (0.0, 1.0, 2.0, 5.0)))])[0]]
         for scale in (1.0, 1e17)
@@ -278,7 +279,7 @@ NORMALIZED = {"reward_normalization": {"grouping": "batch", "method": "mean_std"
 OF_REWARDS = ({"credit": "turn"}, {"credit": RULES["algorithm.credit"]}, NORMALIZED, {"beta": 0.1, "kl_in": "reward"})
 CASES = [
     (name, more)
-    for name in ALGORITHMS
+    for name in names()
     for more in ({}, {"teacher_kl_coef": 0.5}, *(() if name in WITHOUT_REWARD else OF_REWARDS))
 ]
 
@@ -287,7 +288,7 @@ CASES = [
 def test_an_episode_outside_the_loss_is_in_no_statistic(name: str, more: dict):
     """Advantages and the critic's targets are those of a step without it, whatever its reward; its own are 0."""
     keys = {"name": name, "mask_truncated": True, **OF_NAME.get(name, {}), **more}
-    section, rng = TypeAdapter(schema.AlgorithmSection).validate_python(keys), np.random.default_rng(3)
+    section, rng = TypeAdapter(schema.any_section()).validate_python(keys), np.random.default_rng(3)
     inner = algorithm(section, 1, 8)
     made = [taught(inner, section).advantages, *([inner.returns] if isinstance(inner, WithCritic) else ())]
 
@@ -311,7 +312,7 @@ def test_an_episode_outside_the_loss_is_in_no_statistic(name: str, more: dict):
 
 @pytest.mark.parametrize(("name", "left"), [("grpo", (1.0, 0.0, 0.5)), ("rloo", (1.0, 0.0, 0.5)), ("rloo", (1.0,))])
 def test_a_group_is_compared_among_the_episodes_in_the_loss(name: str, left: tuple[float, ...]):
-    section = TypeAdapter(schema.AlgorithmSection).validate_python({"name": name, "mask_truncated": True})
+    section = TypeAdapter(schema.any_section()).validate_python({"name": name, "mask_truncated": True})
     (found,) = advantages(section, [*episodes(*left), EpisodeTokens(trajectory(-3.0, status="truncated"))])
     r, n = np.array(left, np.float64), len(left)
     if name == "grpo":

@@ -41,6 +41,7 @@ from shared.types import Branch, Group, Trajectory, Turn, WeightVersion
 from tests.support import models
 from tests.trainer import grpo_ref, test_policy
 from tests.trainer.support import CONFIG, model_of
+from volley_algorithms import sections
 
 START = WeightVersion(1, 0)
 VERSION = str(START)
@@ -288,8 +289,8 @@ SAMPLED = np.array([0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1], bool)
         schema.RlooSection(name="rloo"),
         schema.DapoSection(name="dapo"),
         schema.GspoSection(name="gspo-token"),
-        schema.CispoSection(name="cispo"),
-        schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group"),
+        sections.CispoSection(name="cispo"),
+        sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group"),
     ],
 )
 def test_all_sampled_tokens_of_an_episode_share_its_advantage_against_other_episodes(section):
@@ -344,7 +345,7 @@ def test_returns_and_gae_run_along_each_sequences_own_tokens():
             expected = values[place]
             wanted.append(after)
         np.testing.assert_allclose(found[at], wanted[::-1], rtol=1e-6)
-    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", gamma=gamma)
+    section = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", gamma=gamma)
     (returns,) = algorithm(section, 1, 8).advantages([[one]])[0]
     raw = np.array([gamma ** (3 - i) for i in range(4)] + [gamma ** (2 - i) for i in range(3)])
     np.testing.assert_allclose(returns[SAMPLED], (raw - raw.mean()) / (raw.std() + 1e-6), rtol=1e-9)
@@ -356,7 +357,7 @@ def test_a_teacher_grades_the_tokens_of_all_sequences():
         one, teacher_logprobs=one.logprobs * 2,
         branches=(replace(one.branches[0], teacher_logprobs=one.branches[0].logprobs * 3),),
     )  # fmt: skip
-    section = schema.OnPolicyDistillationSection(name="on_policy_distillation", gamma=1.0)
+    section = sections.OnPolicyDistillationSection(name="on_policy_distillation", gamma=1.0)
     (found,) = algorithm(section, 1, 8).advantages([[EpisodeTokens(taught)]])[0]
     assert found[SAMPLED].tolist() == [-4, -3, -2, -1, -6, -4, -2]
 

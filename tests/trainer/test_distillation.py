@@ -24,9 +24,10 @@ from shared.queue.records import StreamEntry
 from shared.run.progress import TicketProgress
 from shared.types import Group
 from tests.trainer import support
+from volley_algorithms import sections
 
 VERSION = "e000001-s000000"
-ALONE = schema.OnPolicyDistillationSection(name="on_policy_distillation")
+ALONE = sections.OnPolicyDistillationSection(name="on_policy_distillation")
 
 
 def shown(group: Group, seed: int = 0) -> Group:
@@ -63,7 +64,7 @@ def test_alone_a_token_answers_for_itself_and_for_later_ones_as_far_as_gamma_say
 def test_beside_rewards_it_is_taken_from_each_advantage(name: str) -> None:
     made = {
         "grpo": schema.GrpoSection,
-        "reinforce_plus_plus": schema.ReinforcePlusPlusSection,
+        "reinforce_plus_plus": sections.ReinforcePlusPlusSection,
         "ppo": schema.PpoSection,
     }
     section = made[name](name=name, teacher_kl_coef=0.3)

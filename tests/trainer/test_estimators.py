@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.sao import Sao
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from shared import algorithm_schema as schema
 from tests.trainer.test_algorithms import SAMPLED, N, advantages, episodes, gae_of_the_paper, trajectory
+from volley_algorithms import sections
+from volley_algorithms.sao import Sao
 
 MAXRL = schema.MaxRlSection(name="maxrl")
-SAO = schema.SaoSection(name="sao")
+SAO = sections.SaoSection(name="sao")
 
 
 def test_maxrl_divides_by_the_groups_mean():
@@ -57,7 +58,7 @@ def test_gdpo_normalizes_each_reward_before_it_adds_them():
     each = [
         EpisodeTokens(trajectory(0.0, reward_components={k: float(v[i]) for k, v in parts.items()})) for i in range(4)
     ]
-    section = schema.GdpoSection(name="gdpo", reward_components=weights)
+    section = sections.GdpoSection(name="gdpo", reward_components=weights)
     found = np.array([one[4] for group in advantages(section, each[:2], each[2:]) for one in group])
 
     def standard(r: np.ndarray) -> np.ndarray:
@@ -86,7 +87,7 @@ def test_mopds_advantage_is_the_teachers_and_that_of_rewards():
     rng = np.random.default_rng(0)
     teacher, old = (np.where(SAMPLED, -rng.random(N), 0).astype(np.float32) for _ in range(2))
     group = [EpisodeTokens(trajectory(r, teacher_logprobs=teacher), old=old) for r in (1.0, 0.0)]
-    section = schema.MopdSection(name="mopd", teacher_kl_coef=0.5, advantage_estimator="drgrpo")
+    section = sections.MopdSection(name="mopd", teacher_kl_coef=0.5, advantage_estimator="drgrpo")
     taught = 0.5 * (teacher.astype(np.float64) - old)
     np.testing.assert_allclose(advantages(section, group)[0][0], taught)
     both = advantages(section.model_copy(update={"outcome_coef": 2.0}), group)[0]

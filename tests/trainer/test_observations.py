@@ -22,9 +22,10 @@ from services.trainer.batches.batch import (
     weigh_observations,
     with_observations,
 )
-from shared.algorithm_schema import EchoSection, GrpoSection
+from shared.algorithm_schema import GrpoSection
 from shared.types import Branch, VersionSpan, WeightVersion
 from tests.trainer.test_algorithms import MODEL_TURNS, VERSION, N, trajectory
+from volley_algorithms.sections import EchoSection
 
 START = WeightVersion(1, 0)
 

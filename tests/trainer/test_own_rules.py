@@ -25,19 +25,13 @@ from services.trainer.batches.batch import Batch, BatchLayout, Row, policy_rows,
 from services.trainer.groups.filters import FilterOptions, verdict
 from shared import own_rules
 from shared.algorithm_base import PolicyGradientSection
-from shared.algorithm_schema import (
-    DrGrpoSection,
-    GrpoSection,
-    GspoSection,
-    OwnSection,
-    PpoSection,
-    ReinforcePlusPlusSection,
-)
+from shared.algorithm_schema import DrGrpoSection, GrpoSection, GspoSection, OwnSection, PpoSection
 from shared.errors import ConfigError, RuleFailed
 from shared.run import rule_files
 from shared.types import Branch, Group, Trajectory, VersionSpan, WeightVersion
 from tests.trainer import test_policy
 from tests.trainer.test_algorithms import trajectory
+from volley_algorithms.sections import ReinforcePlusPlusSection
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "examples/rules"

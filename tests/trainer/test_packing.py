@@ -42,6 +42,7 @@ from shared.errors import DecodeError
 from tests.support import families, models
 from tests.trainer import test_actor, test_policy
 from tests.trainer.support import CONFIG, model_of
+from volley_algorithms import sections
 from volley_supervised.learner.imitation import supervised_loss
 
 LENGTH = 64
@@ -93,8 +94,8 @@ SECTIONS: dict[str, PolicyGradientSection | None] = {
     "rloo": schema.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),
     "dapo": schema.DapoSection(name="dapo"),
     "gspo-token": schema.GspoSection(name="gspo-token"),
-    "cispo": schema.CispoSection(name="cispo"),
-    "reinforce_plus_plus": schema.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
+    "cispo": sections.CispoSection(name="cispo"),
+    "reinforce_plus_plus": sections.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
     "ppo": schema.PpoSection(name="ppo"),
     "supervised": None,
 }

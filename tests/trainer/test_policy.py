@@ -14,7 +14,6 @@ import pytest
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.sao import Sao
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
@@ -24,7 +23,7 @@ from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.shapes import micro_batch
 from services.trainer.models.options import ModelOptions
 from shared.algorithm_base import PolicyGradientSection
-from shared.algorithm_schema import CispoSection, DppoSection, GrpoSection, PpoSection, SaoSection
+from shared.algorithm_schema import GrpoSection, PpoSection
 from shared.errors import NonFinite, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.rounding import LIMIT, MOST
@@ -32,6 +31,8 @@ from shared.run.token_values import CLIPPED, REJECTED, TRUNCATED
 from shared.types import WeightVersion
 from tests.support import decoder_reference, models
 from tests.trainer.support import CONFIG, group, model_of
+from volley_algorithms.sao import Sao
+from volley_algorithms.sections import CispoSection, DppoSection, SaoSection
 
 CONFIG_1 = CONFIG | {"num_hidden_layers": 1}
 WEIGHTS = models.random_weights(CONFIG_1, seed=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.trainer import options, settings
-from services.trainer.algorithms.registry import ALGORITHMS
+from services.trainer.algorithms.registry import names
 from services.trainer.algorithms.terms.importance import Correction
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
 from services.trainer.algorithms.terms.surrogate import Clip
@@ -16,7 +16,7 @@ from services.trainer.settings import TokenLimits
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared import config
-from shared.algorithm_schema import AlgorithmSection
+from shared.algorithm_schema import sections
 from shared.errors import ConfigError
 from shared.routing import RoutingShape
 from tests.support.committed import every_config
@@ -173,7 +173,7 @@ def test_importance_sampling_is_off_unless_asked_for():
     assert algorithm_of("algorithm.sampler_is=token").actor.correction == Correction("token", 2.0)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", names())
 def test_every_algorithm_is_made_of_its_name(name: str):
     settings = [f"algorithm.name={name}", *NEEDED.get(name, ())]
     made = options.policy_options(load("algorithm.beta=0.1", *settings), TOKENS)
@@ -182,5 +182,4 @@ def test_every_algorithm_is_made_of_its_name(name: str):
 
 
 def test_every_section_has_an_algorithm():
-    sections = get_args(get_args(AlgorithmSection)[0])
-    assert {get_args(one.model_fields["name"].annotation)[0] for one in sections} == set(ALGORITHMS)
+    assert {get_args(one.model_fields["name"].annotation)[0] for one in sections()} == set(names())

@@ -22,16 +22,17 @@ from services.trainer.batches.batch import Batch
 from shared import algorithm_schema as schema
 from shared.algorithm_base import PolicyGradientSection
 from tests.trainer.test_algorithms import SAMPLED, advantages, trajectory
+from volley_algorithms import sections
 
 FOUND: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures/verl/core_algos.json").read_text("utf-8"))
 GIVEN = {name: np.array(value) for name, value in FOUND["inputs"].items()}
 SECTIONS: dict[str, PolicyGradientSection] = {
     "vanilla": schema.GrpoSection(epsilon=0.2, epsilon_high=0.28, epsilon_c=3.0),
     "gspo": schema.GspoSection(name="gspo-token", epsilon=0.03, epsilon_high=0.04),
-    "cispo": schema.CispoSection(name="cispo", epsilon=0.2, epsilon_high=0.28),
-    "dppo_tv": schema.DppoSection(name="dppo", epsilon=0.04, epsilon_high=0.06, ratio_cap=1.2),
-    "dppo_kl": schema.DppoSection(name="dppo", divergence="kl", epsilon=0.008, epsilon_high=0.012),
-    "sapo": schema.SapoSection(name="sapo"),
+    "cispo": sections.CispoSection(name="cispo", epsilon=0.2, epsilon_high=0.28),
+    "dppo_tv": sections.DppoSection(name="dppo", epsilon=0.04, epsilon_high=0.06, ratio_cap=1.2),
+    "dppo_kl": sections.DppoSection(name="dppo", divergence="kl", epsilon=0.008, epsilon_high=0.012),
+    "sapo": sections.SapoSection(name="sapo"),
 }
 
 
@@ -67,7 +68,7 @@ def test_advantages_of_a_group_are_verls(name: str, section: PolicyGradientSecti
 def test_advantages_normalized_over_the_step_are_verls_but_for_its_degrees_of_freedom():
     """verl divides by the deviation with ddof=1 over the step's 36 tokens."""
     rewards, n = FOUND["advantages"]["rewards"], GIVEN["mask"].size
-    baseline = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group")
+    baseline = sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group")
     groups = [[EpisodeTokens(trajectory(r)) for r in part] for part in (rewards[:2], rewards[2:])]
     found = np.array([one[4] for group in advantages(baseline, *groups) for one in group])
     wanted = FOUND["advantages"]["reinforce_plus_plus_baseline"]
@@ -75,7 +76,7 @@ def test_advantages_normalized_over_the_step_are_verls_but_for_its_degrees_of_fr
 
     parts = FOUND["advantages"]["gdpo"]["components"]
     each = [EpisodeTokens(trajectory(0.0, reward_components={k: v[i] for k, v in parts.items()})) for i in range(4)]
-    section = schema.GdpoSection(name="gdpo", reward_components={"goal": 1.0, "format": 0.5})
+    section = sections.GdpoSection(name="gdpo", reward_components={"goal": 1.0, "format": 0.5})
     found = np.array([one[4] for group in advantages(section, each[:2], each[2:]) for one in group])
     np.testing.assert_allclose(found * np.sqrt((n - 1) / n), FOUND["advantages"]["gdpo"]["advantages"], rtol=1e-5)
     assert not advantages(section, each[:2], each[2:])[0][0][~SAMPLED].any()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared.algorithm_base import ClippedSection, PolicyGradientSection
-from shared.algorithm_schema import CispoSection, EchoSection, PpoSection
+from shared.algorithm_schema import PpoSection
+from volley_algorithms.sections import CispoSection, EchoSection
 
 if TYPE_CHECKING:  # the schema asks for these limits
     from shared.schema import RunConfig

@@ -179,12 +179,12 @@ def _equal_rewards(steps: Rows, record: RunRecord | None) -> bool:
 
 
 def _rests_on_equal_rewards(settings: Mapping[str, Any]) -> bool:
-    from shared.algorithm_schema import AlgorithmSection
+    from shared.algorithm_schema import any_section
 
     names = {key: key.removeprefix("algorithm.") for key in settings if key.startswith("algorithm.")}
     given = {name: settings[key] for key, name in names.items() if "." not in name}
     with suppress(ValidationError):
-        return TypeAdapter[Any](AlgorithmSection).validate_python({"name": "grpo", **given}).rests_on_equal_rewards
+        return TypeAdapter[Any](any_section()).validate_python({"name": "grpo", **given}).rests_on_equal_rewards
     return False
 
 

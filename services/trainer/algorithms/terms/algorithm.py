@@ -1,7 +1,7 @@
 """Protocol of an algorithm: token values that it needs, advantages, and a loss.
 
-A new algorithm is a module in algorithms/, a section of the configuration in shared/algorithm_schema.py, and a row of
-`registry.ALGORITHMS` under the section's name. A new statistic is one more entry in the mapping that a loss returns.
+A new algorithm is a module of a package, with a section of the configuration and an entry point of `volley.algorithms`;
+those of the core are rows of `registry.OWN`. A new statistic is one more entry in the mapping that a loss returns.
 """
 
 from __future__ import annotations

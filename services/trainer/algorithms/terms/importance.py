@@ -57,11 +57,6 @@ def clipped_difference(ahead: jax.Array, behind: jax.Array) -> jax.Array:
     return jnp.clip(ahead - behind, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def squared_distance(ahead: jax.Array, behind: jax.Array) -> jax.Array:
-    """Compute log(ahead / behind)^2 [B, T], finite; beyond 20 nats it has no gradient."""
-    return jnp.square(clipped_difference(ahead, behind))
-
-
 def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
     """Sum x [B, T] over each token's sequence: [B, 1] if a row is one sequence, [B, T] if rows are packed.
 

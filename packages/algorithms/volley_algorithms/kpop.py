@@ -17,10 +17,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from services.trainer.algorithms.estimators import Estimated
-from services.trainer.algorithms.terms.divergence import binary_kl
-from services.trainer.algorithms.terms.importance import squared_distance
-from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens, masked_reinforce
-from shared.algorithm_schema import KpopSection
+from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
+from volley_algorithms.divergence import binary_kl, squared_distance
+from volley_algorithms.masked import masked_reinforce
+from volley_algorithms.sections import KpopSection
 
 
 class Kpop(Estimated[KpopSection]):

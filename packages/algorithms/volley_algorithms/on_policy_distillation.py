@@ -20,7 +20,7 @@ from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.distillation import penalty
 from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled
 from services.trainer.algorithms.terms.rewards import each_sequence
-from shared.algorithm_schema import OnPolicyDistillationSection
+from volley_algorithms.sections import OnPolicyDistillationSection
 
 
 class OnPolicyDistillation(Clipped[OnPolicyDistillationSection]):

@@ -23,8 +23,9 @@ for the critic.
 from __future__ import annotations
 
 from services.trainer.algorithms.ppo import WithCritic
-from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens, masked_reinforce
-from shared.algorithm_schema import SaoSection
+from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
+from volley_algorithms.masked import masked_reinforce
+from volley_algorithms.sections import SaoSection
 
 
 class Sao(WithCritic[SaoSection]):

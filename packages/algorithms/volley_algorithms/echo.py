@@ -25,7 +25,7 @@ from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.policy_gradient import Clipped
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from shared.algorithm_schema import EchoSection
+from volley_algorithms.sections import EchoSection
 
 
 class Echo(Estimated[EchoSection], Clipped[EchoSection]):

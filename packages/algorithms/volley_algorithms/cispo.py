@@ -11,7 +11,7 @@ import jax
 
 from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
-from shared.algorithm_schema import CispoSection
+from volley_algorithms.sections import CispoSection
 
 
 class Cispo(Estimated[CispoSection]):

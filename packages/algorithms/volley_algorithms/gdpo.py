@@ -21,7 +21,7 @@ from services.trainer.algorithms.grpo import standardized
 from services.trainer.algorithms.terms.advantages import group_relative, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled
-from shared.algorithm_schema import GdpoSection
+from volley_algorithms.sections import GdpoSection
 
 
 class Gdpo(Clipped[GdpoSection]):

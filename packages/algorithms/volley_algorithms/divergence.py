@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from services.trainer.algorithms.terms.importance import clipped_difference
+
 _LEAST = 1e-7
 """Least probability of either event, the resolution of float32 near 1."""
 
@@ -23,3 +25,8 @@ def binary_kl(logprobs: jax.Array, behaviour: jax.Array) -> jax.Array:
     log_p, log_q = (jnp.clip(x, jnp.log(_LEAST), jnp.log1p(-_LEAST)) for x in (logprobs, behaviour))
     p, rest_p, rest_q = jnp.exp(log_p), -jnp.expm1(log_p), -jnp.expm1(log_q)
     return jnp.maximum(p * (log_p - log_q) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q)), 0.0)
+
+
+def squared_distance(ahead: jax.Array, behind: jax.Array) -> jax.Array:
+    """Compute log(ahead / behind)^2 [B, T], finite; beyond 20 nats it has no gradient."""
+    return jnp.square(clipped_difference(ahead, behind))

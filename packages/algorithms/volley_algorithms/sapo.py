@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
-from shared.algorithm_schema import SapoSection
+from volley_algorithms.sections import SapoSection
 
 
 class Sapo(Estimated[SapoSection]):

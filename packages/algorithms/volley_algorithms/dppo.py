@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from services.trainer.algorithms.estimators import Estimated
-from services.trainer.algorithms.terms.divergence import binary_kl, probability_change
-from services.trainer.algorithms.terms.importance import squared_distance
-from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens, masked_reinforce
-from shared.algorithm_schema import DppoSection
+from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
+from volley_algorithms.divergence import binary_kl, probability_change, squared_distance
+from volley_algorithms.masked import masked_reinforce
+from volley_algorithms.sections import DppoSection
 
 
 class Dppo(Estimated[DppoSection]):

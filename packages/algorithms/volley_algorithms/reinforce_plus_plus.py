@@ -21,7 +21,7 @@ from services.trainer.algorithms.terms.advantages import group_relative, returns
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled, sampled_of
 from services.trainer.algorithms.terms.rewards import TokenRewards, each_sequence
-from shared.algorithm_schema import ReinforcePlusPlusSection
+from volley_algorithms.sections import ReinforcePlusPlusSection
 
 
 class ReinforcePlusPlus(Clipped[ReinforcePlusPlusSection]):
