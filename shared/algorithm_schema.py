@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic.fields import FieldInfo
 
-from shared import own_rules
 from shared.algorithm_base import (
     Aggregation,
     ClippedSection,
@@ -24,7 +23,6 @@ from shared.algorithm_base import (
     PolicyGradientSection,
 )
 from shared.algorithm_kinds import kinds
-from shared.section import OwnRuleText
 
 
 class GrpoSection(GroupSection, ClippedSection):
@@ -77,41 +75,8 @@ class PpoSection(CriticSection, ClippedSection):
     name: Literal["ppo"]
 
 
-class OwnSection(EstimatedSection, ClippedSection):
-    """A loss and advantages of one's own: `loss` and `advantage` name functions of files or modules.
-
-    A loaded configuration holds their text. Without `loss` the clipped loss is used, without `advantage` the estimator.
-    """
-
-    name: Literal["own"]
-    loss: OwnRuleText | None = None
-    advantage: OwnRuleText | None = None
-
-    @model_validator(mode="after")
-    def _replaced(self) -> Self:
-        if self.loss is None and self.advantage is None:
-            raise ValueError("name=own needs algorithm.loss or algorithm.advantage, such as my_loss.py:loss")
-        replaced = ("epsilon", "epsilon_high", "epsilon_c") if self.loss else ()
-        replaced = (*replaced, "advantage_estimator") if self.advantage else replaced
-        fields = type(self).model_fields
-        if given := [key for key in replaced if getattr(self, key) != fields[key].default]:
-            by = "advantage" if given[0] == "advantage_estimator" else "loss"
-            raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: algorithm.{by} replaces it")
-        if self.advantage and self.credit not in own_rules.CREDITS:
-            raise ValueError(f"{self.shown_credit} has no effect: algorithm.advantage replaces it")
-        return self
-
-    @property
-    def compares_group(self) -> bool:
-        return self.advantage is None
-
-    @property
-    def rests_on_equal_rewards(self) -> bool:
-        return super().rests_on_equal_rewards and self.loss is None
-
-
 AlgorithmSection = Annotated[
-    GrpoSection | DrGrpoSection | RlooSection | MaxRlSection | DapoSection | GspoSection | PpoSection | OwnSection,
+    GrpoSection | DrGrpoSection | RlooSection | MaxRlSection | DapoSection | GspoSection | PpoSection,
     Field(discriminator="name"),
 ]
 
@@ -143,5 +108,5 @@ def sections() -> tuple[type[PolicyGradientSection], ...]:
 
 
 def any_section() -> Any:
-    """Return the type of the section of any algorithm, as `AlgorithmSection` is that of the core's. Raises ConfigError."""
+    """Return the type of any algorithm's section, also of those of packages. Raises ConfigError."""
     return Annotated[reduce(or_, sections()), Field(discriminator="name")]

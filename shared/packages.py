@@ -23,6 +23,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `accelerators` → `volley.local.devices.Accelerators`, `planner` → `volley.choices.Planner`,
                       `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
+                      `rule_checks` → `(PolicyGradientSection, filter) -> None`, which tries the user's own rules,
                       `supervised.steps` → `(RunConfig) -> SupervisedSteps | None` (shared.supervised),
                       `supervised.runs` → `volley.reporting.supervised.SupervisedRuns`, `trainer.supervised` →
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
@@ -61,7 +62,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
-    **dict.fromkeys(("reinforce_plus_plus", "sao", "sapo"), "volley-rl-algorithms"),
+    **dict.fromkeys(("own", "reinforce_plus_plus", "rule_checks", "sao", "sapo"), "volley-rl-algorithms"),
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",

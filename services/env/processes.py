@@ -14,7 +14,7 @@ from shared import packages
 
 @runtime_checkable
 class ProcessBackend(Protocol):
-    """Backend whose episodes run in other processes; `local` is the same environment in the service, for cheap calls."""
+    """Backend whose episodes run in other processes; `local` is the same environment in the service."""
 
     @property
     def local(self) -> InThreads: ...

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from services.trainer import options as from_run
-from services.trainer.algorithms.rules.checks import check_rules
 from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend, no_warm_start
 from services.trainer.backend.memory import training_memory
@@ -17,6 +16,7 @@ from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.publishing.publications import ModelPublications
 from services.trainer.settings import TokenLimits
+from shared import packages
 from shared.config import apply_settings
 from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
@@ -68,7 +68,7 @@ def make_backend(
         publications=publications,
         options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
         planned=training_memory(config, described),
-        check=partial(check_rules, config.algorithm, config.trainer.filters.custom),
+        check=partial(check_rules, config),
         warms=supervised_steps(config) is not None,
     )
     return MadeBackend(backend, tokens)
@@ -82,6 +82,12 @@ def opened(
     if supervised_steps(given.config) is not None:
         first = warm_starts().opened(given, made.tokens, backend)
     return OpenedBackend(backend, checkpoints, made.tokens, first)
+
+
+def check_rules(config: RunConfig) -> None:
+    """Try the user's own rules, if an installed package does that. Raises ConfigError."""
+    if (check := packages.part("rule_checks", required=False)) is not None:
+        check(config.algorithm, config.trainer.filters.custom)
 
 
 def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:

@@ -13,11 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.own import Own
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.rules.checks import check_rules
 from services.trainer.algorithms.rules.inputs import GroupInputs, group_inputs
-from services.trainer.algorithms.rules.made import made_groups
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import of_tokens
@@ -25,13 +22,16 @@ from services.trainer.batches.batch import Batch, BatchLayout, Row, policy_rows,
 from services.trainer.groups.filters import FilterOptions, verdict
 from shared import own_rules
 from shared.algorithm_base import PolicyGradientSection
-from shared.algorithm_schema import DrGrpoSection, GrpoSection, GspoSection, OwnSection, PpoSection
+from shared.algorithm_schema import DrGrpoSection, GrpoSection, GspoSection, PpoSection
 from shared.errors import ConfigError, RuleFailed
 from shared.run import rule_files
 from shared.types import Branch, Group, Trajectory, VersionSpan, WeightVersion
 from tests.trainer import test_policy
 from tests.trainer.test_algorithms import trajectory
-from volley_algorithms.sections import ReinforcePlusPlusSection
+from volley_algorithms.rules.checks import check_rules
+from volley_algorithms.rules.made import made_groups
+from volley_algorithms.rules.own import Own
+from volley_algorithms.sections import OwnSection, ReinforcePlusPlusSection
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "examples/rules"

@@ -9,6 +9,7 @@ from volley_algorithms.sections import (
     KpopSection,
     MopdSection,
     OnPolicyDistillationSection,
+    OwnSection,
     ReinforcePlusPlusSection,
     SaoSection,
     SapoSection,
@@ -23,6 +24,7 @@ MOPD = AlgorithmKind(MopdSection, "volley_algorithms.mopd:Mopd")
 ON_POLICY_DISTILLATION = AlgorithmKind(
     OnPolicyDistillationSection, "volley_algorithms.on_policy_distillation:OnPolicyDistillation"
 )
+OWN = AlgorithmKind(OwnSection, "volley_algorithms.rules.own:Own")
 REINFORCE_PLUS_PLUS = AlgorithmKind(ReinforcePlusPlusSection, "volley_algorithms.reinforce_plus_plus:ReinforcePlusPlus")
 SAO = AlgorithmKind(SaoSection, "volley_algorithms.sao:Sao")
 SAPO = AlgorithmKind(SapoSection, "volley_algorithms.sapo:Sapo")

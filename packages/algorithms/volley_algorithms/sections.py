@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from shared import own_rules
 from shared.algorithm_base import (
     Aggregation,
     ClippedSection,
@@ -18,7 +19,7 @@ from shared.algorithm_base import (
     GroupSection,
     PolicyGradientSection,
 )
-from shared.section import Fraction
+from shared.section import Fraction, OwnRuleText
 
 
 def _of_rewards(section: PolicyGradientSection) -> list[str]:
@@ -194,3 +195,36 @@ class MopdSection(EstimatedSection):
     @property
     def compares_group(self) -> bool:
         return self.outcome_coef > 0
+
+
+class OwnSection(EstimatedSection, ClippedSection):
+    """A loss and advantages of one's own: `loss` and `advantage` name functions of files or modules.
+
+    A loaded configuration holds their text. Without `loss` the clipped loss is used, without `advantage` the estimator.
+    """
+
+    name: Literal["own"]
+    loss: OwnRuleText | None = None
+    advantage: OwnRuleText | None = None
+
+    @model_validator(mode="after")
+    def _replaced(self) -> Self:
+        if self.loss is None and self.advantage is None:
+            raise ValueError("name=own needs algorithm.loss or algorithm.advantage, such as my_loss.py:loss")
+        replaced = ("epsilon", "epsilon_high", "epsilon_c") if self.loss else ()
+        replaced = (*replaced, "advantage_estimator") if self.advantage else replaced
+        fields = type(self).model_fields
+        if given := [key for key in replaced if getattr(self, key) != fields[key].default]:
+            by = "advantage" if given[0] == "advantage_estimator" else "loss"
+            raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: algorithm.{by} replaces it")
+        if self.advantage and self.credit not in own_rules.CREDITS:
+            raise ValueError(f"{self.shown_credit} has no effect: algorithm.advantage replaces it")
+        return self
+
+    @property
+    def compares_group(self) -> bool:
+        return self.advantage is None
+
+    @property
+    def rests_on_equal_rewards(self) -> bool:
+        return super().rests_on_equal_rewards and self.loss is None

@@ -26,7 +26,6 @@ from shared.services import SERVICES
 from volley.commands import train
 from volley.local import stack
 from volley.local.preflight import check_inputs
-from volley.local.scratch import scratch_folder
 from volley.local.signals import Stopped
 from volley.local.supervisor import ServiceFailed
 from volley.printing import is_json, print_lines, print_result
@@ -38,6 +37,7 @@ from volley.run_arguments import add_trust
 from volley.runs.answers import fetch_status
 from volley.runs.record import claimed, dated, stored
 from volley.runs.run_file import read_record, write_json
+from volley_launch.scratch import scratch_folder
 
 _NAME = "eval"
 _POLL_S = 0.3

@@ -25,8 +25,8 @@ from shared.errors import ConfigError
 from tests.support import gcloud
 from tests.support.slurm import Cluster, cluster
 from volley.__main__ import parse_arguments
-from volley.local.hosts import FIRST_PORT, Hosts
 from volley.printing import json_output
+from volley_launch.hosts import FIRST_PORT, Hosts
 from volley_launch.scripts import slug
 
 QUICKSTART, TPU = "configs/quickstart.yaml", "configs/gsm8k_qwen3_4b_tpu.yaml"

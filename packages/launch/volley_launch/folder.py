@@ -20,10 +20,10 @@ from shared.files import storage
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.services_schema import TokenFiles
-from volley.local.hosts import SECRETS
 from volley.runs.record import dated
 from volley.runs.run_file import read_record
 from volley.session_files import write_private
+from volley_launch.hosts import SECRETS
 
 _ADDRESSES: Mapping[str, Any] = {
     "services.redis_url": None,

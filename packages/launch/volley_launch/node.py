@@ -23,13 +23,13 @@ from shared.run.folder import RunFolder
 from shared.web.access import Role, token_for
 from volley.commands import train
 from volley.local import stack
-from volley.local.hosts import FIRST_PORT, Hosts
 from volley.local.processes import Reaper
-from volley.local.scratch import scratch_folder
 from volley.local.signals import Stopped, stopping_on_signal
 from volley.local.supervisor import RestartPolicy
 from volley.printing import print_lines
 from volley_launch.folder import LaunchFolder
+from volley_launch.hosts import FIRST_PORT, Hosts
+from volley_launch.scratch import scratch_folder
 
 SILENCE_S = 600.0
 """Time without an answer of the first host after which another host gives up, in seconds."""

@@ -16,8 +16,8 @@ from shared.findings import findings
 from shared.run_config import paths_of
 from shared.schema import RunConfig
 from volley.layout import PROJECT
-from volley.local.hosts import FIRST_PORT, Hosts
 from volley_launch.folder import LaunchFolder, with_date, without_addresses
+from volley_launch.hosts import FIRST_PORT, Hosts
 from volley_launch.scripts import REMOTE
 
 _FILES = ("model.path", "data.train", "data.eval")

@@ -34,7 +34,6 @@ from shared.visible import quoted
 from shared.web.access import MIN_TOKEN
 from volley.layout import python_of, variables_of
 from volley.local.processes import ProcessSpec, Reaper
-from volley.local.scratch import scratch_folder
 from volley.local.signals import Stopped, stopping_on_signal
 from volley.local.supervisor import SupervisedProcess, keep_running
 from volley.printing import print_lines as say
@@ -42,6 +41,7 @@ from volley.printing import print_result
 from volley.run_arguments import add_api_key, add_trust, api_key_of
 from volley.runs.record import secret
 from volley_launch.accelerators import check_device
+from volley_launch.scratch import scratch_folder
 
 _NAME, _MODULE = "serve", "services.rollout.standalone"
 LONGEST_CONTEXT = 8192

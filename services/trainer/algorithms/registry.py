@@ -11,7 +11,6 @@ from services.trainer.algorithms.drgrpo import DrGrpo
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.gspo import Gspo
 from services.trainer.algorithms.maxrl import MaxRl
-from services.trainer.algorithms.own import Own
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.rloo import Rloo
 from services.trainer.algorithms.terms.algorithm import Algorithm
@@ -26,7 +25,6 @@ OWN: Mapping[str, type[PolicyGradient[Any]]] = {
     "grpo": Grpo,
     "gspo-token": Gspo,
     "maxrl": MaxRl,
-    "own": Own,
     "ppo": Ppo,
     "rloo": Rloo,
 }

@@ -33,9 +33,9 @@ from volley.reporting.intervals import SuccessRate, success_rates
 from volley.reporting.progress import print_text
 from volley.reporting.supervised import supervised_runs
 from volley.run_arguments import add_run_dir
-from volley.runs import engines, survey
+from volley.runs import survey
 from volley.runs.run_file import RunRecord, read_record, write_json
-from volley_dashboard.report import closing, environments
+from volley_dashboard.report import closing, engines, environments
 from volley_dashboard.report.curve import curve
 
 _MAIN, _UNNAMED, _ENGINE = "data.env", "main environment", "rollout.engine.kind"

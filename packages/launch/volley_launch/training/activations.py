@@ -3,7 +3,7 @@
 The sum has the bytes that the backward pass needs for a token in a layer, and the largest of the short-lived parts. The
 factors are those of the trainer's gradient function, and are linear in the sizes. XLA adds arrays of its own: in
 bfloat16 a cast copy of all parameters on accelerators, and a float32 one of the output projection on CPUs, which
-multiply in float32; over fsdp it gathers the output projection. `packages/launch/tests/trainer/test_memory.py` compares the sum with
+multiply in float32; over fsdp it gathers the output projection. `tests/trainer/test_memory.py` compares the sum with
 XLA's allocations.
 """
 

@@ -29,8 +29,9 @@ from volley.printing import join_lines, print_result
 from volley.proof import Proof, prove
 from volley.reporting.working import Tell, silent, working
 from volley.run_arguments import add_run_dir
-from volley.runs import engines, survey
+from volley.runs import survey
 from volley.runs.run_file import read_record
+from volley_dashboard.report import engines
 from volley_proof.verify import (
     budget,
     checkpoints,

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import ConfigError, VolleyError
 from shared.run.folder import RunFolder
-from volley.local.scratch import scratch_folder
+from volley_launch.scratch import scratch_folder
 
 
 def fill(folder: Path, log: str) -> RunFolder:

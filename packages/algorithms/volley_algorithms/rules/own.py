@@ -14,15 +14,15 @@ import numpy as np
 
 from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.rules.inputs import group_inputs
-from services.trainer.algorithms.rules.losses import loss_of
 from services.trainer.algorithms.rules.of_groups import advantage_of
 from services.trainer.algorithms.terms.advantages import bounded
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.policy_gradient import Clipped
 from services.trainer.algorithms.terms.rewards import TokenRewards
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
-from shared.algorithm_schema import OwnSection
 from shared.rule_code import read
+from volley_algorithms.rules.losses import loss_of
+from volley_algorithms.sections import OwnSection
 
 
 class Own(Estimated[OwnSection], Clipped[OwnSection]):
