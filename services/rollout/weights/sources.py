@@ -9,22 +9,27 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
 from services.rollout import metrics
 from services.rollout.engines.base import Engine
 from services.rollout.engines.staged import StagedWeights
-from services.rollout.weights.checkpoint import examine_published
+from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion
 from services.rollout.weights.serving import StagedUpdate
-from shared.errors import WeightsError
+from shared.errors import Forbidden, WeightsError
+from shared.files.addresses import is_address
+from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.published.manifest import Chunk, Delta, PublishedManifest, WeightOffer
 from shared.published.order import drawn
+from shared.run import checkpoint_files
+from shared.types import WeightVersion
 
 
 class OpenedWeights(Protocol):
@@ -150,6 +155,53 @@ class WeightsInChunks:
 
     def _deltas(self, chunk: Chunk) -> list[Delta]:
         return self.manifest.delta_chain(chunk, self.puller.chunks.__contains__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSources:
+    """Sources of a server's weights; it refuses those that are None. See `WeightUpdater` for the attributes."""
+
+    root: Path | None
+    puller: ChunkPuller | None
+    bucket: VersionStore | None
+    model: ModelConfig
+    run: str
+
+    @asynccontextmanager
+    async def opened(
+        self, wanted: str | WeightOffer, name: str | None, retained: frozenset[str], announced: WeightVersion | None
+    ) -> AsyncIterator[tuple[OpenedWeights, WeightVersion | None]]:
+        """Open wanted weights; also yields the run's newest known version.
+
+        Args:
+            name: the version of a Hugging Face folder.
+            retained: chunks of the serving weights.
+            announced: newest version that the trainer has announced.
+
+        Raises Forbidden, NotFound, WeightsError, Unavailable and StorageFull.
+        """
+        if isinstance(wanted, WeightOffer):
+            if self.puller is None:
+                raise Forbidden("this server takes no weights", "start it with a run's configuration")
+            yield await WeightsInChunks.opened(self.puller, wanted, self.model, self.run, retained), announced
+        elif self.root is None:
+            raise Forbidden("this server takes no weights", "start it with rollout.weights_root=FOLDER")
+        elif not is_address(wanted):
+            path = confined(self.root, wanted)
+            opened = await WeightsInFolder.opened(path, partial(examine, path, self.model, self.run, name))
+            yield opened, await asyncio.to_thread(self.newest_in_folder)
+        elif self.bucket is None:
+            raise Forbidden(f"{wanted[:200]}: this run has no bucket", "set run.bucket")
+        else:
+            start = time.perf_counter()
+            async with self.bucket.opened(wanted) as copy:
+                found = await asyncio.to_thread(copy.examine, self.model, self.run)
+                yield WeightsInBucket(copy, found, start), announced
+
+    def newest_in_folder(self) -> WeightVersion | None:
+        """Return the newest version in the run's folder."""
+        newest = None if self.root is None else checkpoint_files.newest(self.root)
+        return WeightVersion.parse(newest.name) if newest else None
 
 
 async def pulled_manifest(puller: ChunkPuller, offer: WeightOffer) -> PublishedManifest:

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from services.rollout import metrics
 from services.rollout.engines.base import Engine
 from services.rollout.engines.staged import CommitMode, CommitResult, Live, StagedWeights
-from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.failures import FailedVersion, LoadFailures, content_of
 from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.holds import VersionHolds
@@ -38,19 +36,10 @@ from services.rollout.weights.serving import (
     is_newer,
     why_not_ready,
 )
-from services.rollout.weights.sources import (
-    OpenedWeights,
-    VersionStore,
-    WeightsInBucket,
-    WeightsInChunks,
-    WeightsInFolder,
-    pulled_manifest,
-)
+from services.rollout.weights.sources import VersionStore, WeightSources, pulled_manifest
 from services.rollout.weights.update_lock import UpdateLock
 from shared.engines import DeclaredEngine
-from shared.errors import Conflict, Forbidden, NotFound, Unavailable, VolleyError, WeightsError
-from shared.files.addresses import is_address
-from shared.files.reading import confined
+from shared.errors import Conflict, NotFound, Unavailable, VolleyError, WeightsError
 from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.published.holding import Holding
@@ -113,6 +102,10 @@ class WeightUpdater:
     @property
     def _serving(self) -> StagedUpdate | None:
         return self.state.update if isinstance(self.state, Serving) else None
+
+    @property
+    def _sources(self) -> WeightSources:
+        return WeightSources(self.root, self.puller, self.bucket, self.model, self.run)
 
     @property
     def arriving(self) -> str | None:
@@ -305,7 +298,8 @@ class WeightUpdater:
 
     async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> StagedUpdate:
         start = time.perf_counter()
-        async with self._opened(wanted, name) as (opened, newest):
+        retained = self._serving.chunks if self._serving else frozenset[str]()
+        async with self._sources.opened(wanted, name, retained, self._announced) as (opened, newest):
             self._fence.check(opened.found, newest, self._serving, opened.run_id)
             if (same := self._loaded_already(opened.found)) is not None:
                 return same
@@ -315,30 +309,6 @@ class WeightUpdater:
         metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
         _log.info("weights staged", version=staged.version, **staged.timings)
         return staged
-
-    @asynccontextmanager
-    async def _opened(
-        self, wanted: str | WeightOffer, name: str | None
-    ) -> AsyncIterator[tuple[OpenedWeights, WeightVersion | None]]:
-        """Open wanted weights; also yields the run's newest known version. Raises as `stage`."""
-        if isinstance(wanted, WeightOffer):
-            if self.puller is None:
-                raise Forbidden("this server takes no weights", "start it with a run's configuration")
-            retained = self._serving.chunks if self._serving else frozenset[str]()
-            yield await WeightsInChunks.opened(self.puller, wanted, self.model, self.run, retained), self._announced
-        elif self.root is None:
-            raise Forbidden("this server takes no weights", "start it with rollout.weights_root=FOLDER")
-        elif not is_address(wanted):
-            path = confined(self.root, wanted)
-            opened = await WeightsInFolder.opened(path, partial(examine, path, self.model, self.run, name))
-            yield opened, await asyncio.to_thread(self._newest_version)
-        elif self.bucket is None:
-            raise Forbidden(f"{wanted[:200]}: this run has no bucket", "set run.bucket")
-        else:
-            start = time.perf_counter()
-            async with self.bucket.opened(wanted) as copy:
-                found = await asyncio.to_thread(copy.examine, self.model, self.run)
-                yield WeightsInBucket(copy, found, start), self._announced
 
     def _loaded_already(self, found: StagedWeights) -> StagedUpdate | None:
         """Return the serving or staged weights if they are the ones that were found; else None."""
@@ -401,13 +371,8 @@ class WeightUpdater:
 
     def _newest_name(self) -> str | None:
         """Return the run's newest known version; weights with a name of their own serve until a newer one comes."""
-        known = [version for version in (self._announced, self._newest_version()) if version]
+        known = [version for version in (self._announced, self._sources.newest_in_folder()) if version]
         return str(max(known)) if known else None
-
-    def _newest_version(self) -> WeightVersion | None:
-        """Return the newest version in the run's folder."""
-        newest = None if self.root is None else checkpoint_files.newest(self.root)
-        return WeightVersion.parse(newest.name) if newest else None
 
     def _distrust(self, version: str, reason: str) -> None:
         self.state = Distrusted(
