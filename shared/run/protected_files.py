@@ -23,7 +23,7 @@ import blake3
 from shared.files.reading import MAX_RECORD_BYTES, open_file
 from shared.run.folder import RunFolder
 
-type HeldFiles = Mapping[str, tuple[int, str]]
+type ProtectedFiles = Mapping[str, tuple[int, str]]
 """By name: number of bytes up to the end of a line, and their blake3 in hex."""
 _BLOCK_BYTES = 2**20
 _MOST_NAME, _DIGITS = 100, 64
@@ -34,14 +34,14 @@ def files(run: RunFolder) -> tuple[Path, ...]:
     return (run.evals, run.samples, run.mixture, run.refused, run.demonstrations, run.saved, run.fork)
 
 
-def parse(raw: Any) -> HeldFiles:
-    """Parse held files. Raises TypeError or ValueError."""
+def parse(raw: Any) -> ProtectedFiles:
+    """Parse protected files. Raises TypeError or ValueError."""
     found = dict[str, tuple[int, str]]()
     for name, (size, digest) in dict(raw).items():
         if type(size) is not int or not 0 <= size <= MAX_RECORD_BYTES or len(name) > _MOST_NAME:
-            raise TypeError("a held file has no valid size")
+            raise TypeError("a protected file has no valid size")
         if not isinstance(digest, str) or len(digest) != _DIGITS:
-            raise TypeError("a held file has no valid digest")
+            raise TypeError("a protected file has no valid digest")
         found[str(name)] = size, digest
     return found
 
@@ -61,7 +61,7 @@ def parse_losses(raw: Any) -> Losses:
     return found
 
 
-def losses(before: HeldFiles, now: HeldFiles, known: Losses, rewritten: Collection[str] = ()) -> Losses:
+def losses(before: ProtectedFiles, now: ProtectedFiles, known: Losses, rewritten: Collection[str] = ()) -> Losses:
     """Count the files that are now shorter than before, and those `rewritten`, in addition to those in `known`."""
     shorter = [name for name, (size, _) in before.items() if now.get(name, (0, ""))[0] < size]
     found = Counter(known)
@@ -85,7 +85,7 @@ class FollowedFiles:
         self._paths = files(run)
         self._at = dict[str, _HashedPrefix]()
 
-    def now(self) -> HeldFiles:
+    def now(self) -> ProtectedFiles:
         """Return length and digest of each file; files that are missing or unreadable now are left out."""
         found = dict[str, tuple[int, str]]()
         for path in self._paths:
@@ -112,7 +112,7 @@ class FollowedFiles:
             return at
 
 
-def at_start(run: RunFolder, before: HeldFiles) -> tuple[HeldFiles, tuple[str, ...]]:
+def at_start(run: RunFolder, before: ProtectedFiles) -> tuple[ProtectedFiles, tuple[str, ...]]:
     """Return the files at a trainer's start, and those whose recorded prefix has changed. Blocks."""
     now = FollowedFiles(run).now()
     changed = list[str]()

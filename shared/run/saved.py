@@ -1,7 +1,7 @@
 """checkpoints.jsonl: a line per checkpoint with its manifest's digest.
 
 The manifest covers every file of the checkpoint, so a changed checkpoint contradicts this file even if the digests in
-its folder were recomputed. Commit records in turn hold a digest of this file (see shared.run.held).
+its folder were recomputed. Commit records in turn hold a digest of this file (see shared.run.protected_files).
 
 Invariant: a checkpoint's line is written before the checkpoint gets its name. The last line of a version counts;
 earlier ones belong to failed attempts.

@@ -18,7 +18,7 @@ from shared import codec
 from shared.errors import DecodeError, Unavailable, WeightsError
 from shared.fields import read_text
 from shared.files.reading import read_file
-from shared.run import held, ledger, pinned, saved
+from shared.run import ledger, pinned, protected_files, saved
 from shared.run.chain import Chain
 from shared.run.checkpoint_files import (
     Manifest,
@@ -30,10 +30,10 @@ from shared.run.checkpoint_files import (
     verify_files,
     versions,
 )
-from shared.run.held import HeldFiles, Losses
 from shared.run.lineage import ForkPoint
 from shared.run.pinned import Flat, Settings
 from shared.run.progress import TicketProgress
+from shared.run.protected_files import Losses, ProtectedFiles
 from shared.types import Lineage, WeightVersion
 
 SCHEMA = 2
@@ -62,7 +62,7 @@ class TrainerState:
     `origin` is the version of another run that the run started from, if any (see
     shared.models.origin). `data` describes the data of supervised training, by digest (also of its `files`), and the
     position in it; there `step` counts supervised steps. `files` are prefixes of other files of the run, `losses`
-    counts how often each lost lines (see shared.run.held). `forks` are the logs of other runs
+    counts how often each lost lines (see shared.run.protected_files). `forks` are the logs of other runs
     whose groups this run has trained on (see shared.run.forks).
     """
 
@@ -82,7 +82,7 @@ class TrainerState:
     chain: Chain = field(default_factory=Chain)
     origin: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
-    files: HeldFiles = field(default_factory=dict)
+    files: ProtectedFiles = field(default_factory=dict)
     losses: Losses = field(default_factory=dict)
     forks: tuple[ForkPoint, ...] = ()
     schema: int = SCHEMA
@@ -135,7 +135,7 @@ class TrainerState:
         chain: Chain,
         recent: tuple[Mapping[str, Any], ...] = (),
         metrics: tuple[Mapping[str, Any], ...] = (),
-        files: HeldFiles | None = None,
+        files: ProtectedFiles | None = None,
     ) -> Self:
         """Return the state of the same incarnation after `step` steps; `files` as they are now, if they were read."""
         finished = sorted(progress.done)
@@ -151,13 +151,13 @@ class TrainerState:
             recent=recent,
             metrics=metrics,
             chain=chain,
-        ).holding(files)
+        ).with_files(files)
 
-    def holding(self, files: HeldFiles | None, rewritten: Collection[str] = ()) -> Self:
+    def with_files(self, files: ProtectedFiles | None, rewritten: Collection[str] = ()) -> Self:
         """Return the same state with `files` as they are now, if they were read; `rewritten` have another prefix."""
         if files is None:
             return self
-        return replace(self, files=files, losses=held.losses(self.files, files, self.losses, rewritten))
+        return replace(self, files=files, losses=protected_files.losses(self.files, files, self.losses, rewritten))
 
     def to_json(self, **extra: Any) -> bytes:
         return orjson.dumps({**asdict(self), **extra}, option=orjson.OPT_INDENT_2)
@@ -186,8 +186,8 @@ class TrainerState:
                 chain=Chain.from_mapping(raw["chain"]),
                 origin=_origin(raw["origin"]),
                 data=_data(raw["data"]),
-                files=held.parse(raw["files"]),
-                losses=held.parse_losses(raw["losses"]),
+                files=protected_files.parse(raw["files"]),
+                losses=protected_files.parse_losses(raw["losses"]),
                 forks=parse_forks(raw["forks"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:

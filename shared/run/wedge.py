@@ -41,7 +41,7 @@ class ServiceReport:
 
     `error` is why it does not answer, `not_ready` what its /ready says and `waits_on` the party that names. `facts` is
     its own description: /status of the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout
-    server, or `untold`: why it may not be read. `tokens_per_s` is measured by asking twice; None if not measured.
+    server, or `unreadable`: why it may not be read. `tokens_per_s` is measured by asking twice; None if not measured.
     `external`: the service belongs to others, so this run's supervisor does not restart it.
     """
 
@@ -117,8 +117,8 @@ def diagnose(seen: Sequence[ServiceReport]) -> Verdict:
     if "trainer" in {s.kind for s in seen} and all(s.error is not None for s in seen):
         return Verdict("stopped", ("no service of the run answers",))
     core = [s for s in seen if s.kind in SERVICES and SERVICES[s.kind].run_key]
-    if core and all(s.facts.get("untold") for s in core):
-        return Verdict("unknown", tuple(f"{s.name} cannot be read: {s.facts['untold']}" for s in core))
+    if core and all(s.facts.get("unreadable") for s in core):
+        return Verdict("unknown", tuple(f"{s.name} cannot be read: {s.facts['unreadable']}" for s in core))
     walk = _Walk(nodes(seen))
     busy = bool(walk.unseen) or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S

@@ -23,7 +23,7 @@ import orjson
 import yaml
 
 from shared import config
-from shared.run import archive, checkpoint_files, checksums, commits, held
+from shared.run import archive, checkpoint_files, checksums, commits, protected_files
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.run.chain import Chain
@@ -151,7 +151,9 @@ class Remake:
             told["recent"] = [mine.get(x["ticket"], x) for x in raw["recent"]]
             told["metrics"] = [metrics.get(m["version"], m) for m in raw["metrics"]]
         if "beginnings" not in self._left:
-            told["files"] = {path.name: self._beginning(path, raw["files"]) for path in held.files(self._run)}
+            told["files"] = {
+                path.name: self._beginning(path, raw["files"]) for path in protected_files.files(self._run)
+            }
             told["files"] = {name: value for name, value in told["files"].items() if value is not None}
         return told
 

@@ -144,7 +144,7 @@ def _may_be_several(kind: str) -> bool:
 async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
     """Status of a service; the first if it serves several runs.
 
-    Empty if the service does not answer; `untold` holds the reason if it refuses the request.
+    Empty if the service does not answer; `unreadable` holds the reason if it refuses the request.
     """
     facts: dict[str, Any] = {}
     for path in SERVICES[kind].describes if kind in SERVICES else ():
@@ -152,7 +152,7 @@ async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
             try:
                 answer: Any = await client.get(path, attempts=1)
             except VolleyError as error:
-                answer = {"untold": error.detail}
+                answer = {"unreadable": error.detail}
             facts |= answer[0] if isinstance(answer, list) and answer else answer
     return facts
 

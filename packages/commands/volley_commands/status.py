@@ -174,8 +174,8 @@ def _bucket(seen: Sequence[ServiceReport]) -> list[str]:
 
 
 def _details_of(seen: ServiceReport) -> str:
-    if untold := seen.facts.get("untold"):
-        return f"no status: {untold}"
+    if unreadable := seen.facts.get("unreadable"):
+        return f"no status: {unreadable}"
     engine = DeclaredEngine.from_json(seen.facts.get("engine"))
     details = [f"{key} {seen.facts[key]}" for key in _KEYS if seen.facts.get(key) not in (None, "")]
     named = [f"engine {engine}"] if engine and engine.lacks else []

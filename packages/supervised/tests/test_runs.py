@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 from shared.run import pinned
 from shared.run import state as states
 from shared.run.folder import RunFolder
-from shared.run.held import FollowedFiles
+from shared.run.protected_files import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 from volley.__main__ import parse_arguments
 from volley.commands import train

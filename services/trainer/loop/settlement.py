@@ -26,8 +26,8 @@ from shared.queue.records import Finished
 from shared.run import ledger
 from shared.run.chain import Chain
 from shared.run.folder import RunFolder
-from shared.run.held import FollowedFiles, HeldFiles
 from shared.run.ledger import NONFINITE, TRAINED
+from shared.run.protected_files import FollowedFiles, ProtectedFiles
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
@@ -117,7 +117,9 @@ class Settlement:
         if await self._metrics.flush():
             self._pending = self._pending.flushed()
 
-    def _after(self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain, files: HeldFiles) -> TrainerState:
+    def _after(
+        self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain, files: ProtectedFiles
+    ) -> TrainerState:
         """State for the commit record of the step."""
         pending, buffer = self._pending, self._buffer
         return pending.state.at(

@@ -25,7 +25,7 @@ from services.trainer.waiter import Waiter
 from shared.errors import DecodeError, Fenced, Unavailable
 from shared.process import telemetry, tracing
 from shared.queue.records import QueueState
-from shared.run import commits, held
+from shared.run import commits, protected_files
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state
 from shared.types import Group, WeightVersion
@@ -192,8 +192,8 @@ class TrainerWorker:
             epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin, forks=plan.forks
         )
         state = replace(state, phase="done" if state.step >= plan.max_steps else "rl")
-        files, rewritten = held.at_start(RunFolder(self._parts.archive.root.parent), state.files)
-        begun = state.holding(files, rewritten)
+        files, rewritten = protected_files.at_start(RunFolder(self._parts.archive.root.parent), state.files)
+        begun = state.with_files(files, rewritten)
         if begun.losses != known.losses:
             _log.warning("lines of the run's files are gone or changed", run=self._status.run, found=begun.losses)
         return begun

@@ -55,7 +55,7 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: Weigh
 def _fork(folder: RunFolder, head: TrainerState) -> str | None:
     """Return how fork.json contradicts the newest state; a fork that has not begun has the state of the other run.
 
-    A state of the fork itself holds the digest of the file (see shared.run.held).
+    A state of the fork itself holds the digest of the file (see shared.run.protected_files).
     """
     try:
         fork = Fork.read(folder)

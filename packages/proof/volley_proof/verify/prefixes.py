@@ -1,6 +1,6 @@
 """Verify files by the digests of their first bytes that states hold.
 
-See shared.run.held. Also checks that checkpoints.jsonl names each checkpoint.
+See shared.run.protected_files. Also checks that checkpoints.jsonl names each checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import blake3
 
 from shared.files.reading import ended_lines, open_file
-from shared.run import held, saved
+from shared.run import protected_files, saved
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 2**20
 _NAMES = RunFolder(Path())
 _REWRITTEN = (_NAMES.evals.name, _NAMES.samples.name)
 """Files that the orchestrator makes again if they are removed during the run."""
-_HELD_NAMES = tuple(path.name for path in held.files(_NAMES))
+_PROTECTED_NAMES = tuple(path.name for path in protected_files.files(_NAMES))
 type Expected = Mapping[int, Mapping[str, WeightVersion]]
 """By number of first bytes: their digests, each with the oldest version whose state holds it."""
 
@@ -38,7 +38,7 @@ def check(
     Also yields states that hold fewer bytes than the one before, although no trainer recorded lost lines.
     """
     states, newest = ancestors, ancestors[-1]
-    known = {path.name: path for path in held.files(folder)}
+    known = {path.name: path for path in protected_files.files(folder)}
     for name, path in known.items():
         grown = _grown(name, states)
         recent = [state for state in grown if state.epoch == newest.epoch or name not in _REWRITTEN]
@@ -64,17 +64,17 @@ def replaced(folder: RunFolder, states: Sequence[TrainerState]) -> list[str]:
     counts = states[-1].losses
     found = {
         path.name: f"{path.name} before {grown[0].version}: it has lost lines since"
-        for path in held.files(folder)
+        for path in protected_files.files(folder)
         if (grown := _grown(path.name, states)) and grown[0] is not states[0]
         if any(path.name in state.files for state in states if state.version < grown[0].version)
     }
-    for name in _HELD_NAMES:
+    for name in _PROTECTED_NAMES:
         if n := counts.get(name, 0):
             found.setdefault(name, f"{name}: it has lost lines, {n} times by what trainers found")
     violations = [
         f"{name}: it was rewritten, {n} times by what trainers found"
-        for name in _HELD_NAMES
-        if (n := counts.get(held.REWRITTEN + name, 0))
+        for name in _PROTECTED_NAMES
+        if (n := counts.get(protected_files.REWRITTEN + name, 0))
     ]
     return [*found.values(), *violations]
 

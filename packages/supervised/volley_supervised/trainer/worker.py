@@ -24,7 +24,7 @@ from services.trainer.waiter import Waiter
 from shared.errors import ConfigError
 from shared.process import telemetry
 from shared.process.sinks import MetricsFanout
-from shared.run import held
+from shared.run import protected_files
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state
@@ -106,11 +106,11 @@ class SupervisedWorker:
             if await self._waiter.retry_until_stopped(partial(asyncio.to_thread, archive.claim, epoch)):
                 break
         await self._waiter.retry_until_stopped(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
-        files = await asyncio.to_thread(held.at_start, RunFolder(archive.root.parent), known.files)
+        files = await asyncio.to_thread(protected_files.at_start, RunFolder(archive.root.parent), known.files)
         state = known.starting_epoch(
             epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin
         )
-        return state.holding(*files)
+        return state.with_files(*files)
 
     def _repair(self, known: TrainerState, epoch: int, checkpoints: CheckpointFolders) -> None:
         checkpoints.fence(epoch)
