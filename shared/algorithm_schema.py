@@ -109,4 +109,5 @@ def sections() -> tuple[type[PolicyGradientSection], ...]:
 
 def any_section() -> Any:
     """Return the type of any algorithm's section, also of those of packages. Raises ConfigError."""
-    return Annotated[reduce(or_, sections()), Field(discriminator="name")]
+    every: Any = reduce(or_, sections())
+    return Annotated[every, Field(discriminator="name")]

@@ -318,19 +318,19 @@ def test_the_core_loads_without_any_package() -> None:
         [sys.executable, "-c", ALONE], cwd=PROJECT, capture_output=True, encoding="utf-8", check=False
     )
     absent = "it belongs to the package volley-rl-supervised, which is not installed"
-    shown = f"frozen_lake gymnasium\n['sglang_jax'] ['volley']\nFalse\nunknown key sft: {absent}\nmode=sft: {absent}\n"
+    shown = f"frozen_lake\n['sglang_jax'] ['volley']\nFalse\nunknown key sft: {absent}\nmode=sft: {absent}\n"
     assert done.stdout == shown, done.stderr
 
 
 def test_the_env_service_plays_without_any_package(site: Path, tmp_path: Path) -> None:
     done = python(site, "-c", PLAY, str(tmp_path / "environments"))
-    shown = "200 405 frozen_lake gymnasium\n{'status': 'ok', 'service': 'env'}\n"
+    shown = "200 405 frozen_lake\n{'status': 'ok', 'service': 'env'}\n"
     assert done.stdout == shown, done.stderr
 
 
 def test_its_environments_stand_beside_those_of_the_core(site: Path, tmp_path: Path) -> None:
     done = python(site, "-c", PLAY, str(tmp_path / "environments"), "environments=fictitious:WordExtension")
-    shown = "200 405 frozen_lake gymnasium word\n{'status': 'ok', 'service': 'env', 'word': 'hello'}\n"
+    shown = "200 405 frozen_lake word\n{'status': 'ok', 'service': 'env', 'word': 'hello'}\n"
     assert done.stdout == shown, done.stderr
 
 

@@ -103,14 +103,14 @@ async def test_a_demonstration_is_played_through_the_client(service: str) -> Non
         await client.delete_episode(opening.episode_id)
         with pytest.raises(NotFound):
             await client.step(opening.episode_id, "late", "?")
-        with pytest.raises(NotFound, match="frozen_lake, gymnasium, blocksworld"):
+        with pytest.raises(NotFound, match="frozen_lake, blocksworld, gymnasium"):
             await client.create("x", "maze", "eval", 0, seed=0)
 
 
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        ("{env: maze}", "there is no environment 'maze' (available: frozen_lake, gymnasium, blocksworld,"),
+        ("{env: maze}", "there is no environment 'maze' (available: frozen_lake, blocksworld, gymnasium,"),
         ("{env: gsm8k, train: nowhere/train.jsonl}", "data file nowhere/train.jsonl: No such file or directory"),
         ("{env: frozen_lake, env_config: {sizes: 8}}", "unknown setting sizes"),
     ],

@@ -167,7 +167,7 @@ class _Builder:
         addresses.write(folder, self.urls, self.external, self._services)
         self._files = self._session_files()
 
-    def _assigned(self, config: RunConfig, counts: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
+    def _assigned(self, config: RunConfig, counts: Mapping[str, int]) -> Mapping[str, dict[str, str]]:
         """Return the environment variables that show each process its accelerators.
 
         Raises ConfigError if there are too few, or a process could not use them.

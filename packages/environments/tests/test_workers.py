@@ -19,15 +19,15 @@ from services.env.episode_types import assistant
 from services.env.threads import ThreadRunner
 from shared.errors import GivenUp, InputError, NotFound, VolleyError
 from tests.env.conftest import OpenClient
-from volley_environments.workers.pool import WorkerPool, WorkerSettings
-from volley_environments.workers.processes import InProcesses, ProcessEpisode
+from volley_environments.workers.pool import WorkerSettings
+from volley_environments.workers.processes import InProcesses, ProcessEpisode, Processes
 
 SETTINGS = WorkerSettings(n_threads=2, deadline_s=20.0, max_waiting=64)
 
 
 @asynccontextmanager
-async def running(n: int, settings: WorkerSettings = SETTINGS) -> AsyncIterator[WorkerPool]:
-    async with WorkerPool(n, settings) as pool:
+async def running(n: int, settings: WorkerSettings = SETTINGS) -> AsyncIterator[Processes]:
+    async with Processes(n, settings) as pool:
         keeping = asyncio.ensure_future(pool.keep())
         try:
             yield pool
@@ -36,15 +36,15 @@ async def running(n: int, settings: WorkerSettings = SETTINGS) -> AsyncIterator[
             await asyncio.wait([keeping])
 
 
-def backends(pool: WorkerPool, name: str, config: Mapping[str, Any]) -> tuple[EnvironmentBackend, EnvironmentBackend]:
+def backends(pool: Processes, name: str, config: Mapping[str, Any]) -> tuple[EnvironmentBackend, EnvironmentBackend]:
     """The same environment in processes, and in threads of this one."""
     runner = ThreadRunner(2, 20.0, 64)
-    found = Catalogue(runner, {name: config}, pool=pool).get(name).backend
+    found = Catalogue(runner, {name: config}, processes=pool).get(name).backend
     assert isinstance(found, InProcesses)
     return found, found.local
 
 
-async def both(pool: WorkerPool) -> None:
+async def both(pool: Processes) -> None:
     async with asyncio.timeout(60):
         while pool.n_running < 2:
             await asyncio.sleep(0.01)

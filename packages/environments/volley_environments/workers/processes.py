@@ -83,12 +83,14 @@ class ProcessEpisode:
 
 
 class Processes(WorkerPool):
-    """Worker processes of the service."""
-
-    def __init__(self, settings: EnvSettings) -> None:
-        worker = WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
-        super().__init__(settings.n_processes, worker)
+    """Worker processes, and the backends of environments in them."""
 
     def backend(self, local: InThreads, kind: str, config: Mapping[str, Any]) -> InProcesses:
         """Return the environment with its episodes in the processes."""
         return InProcesses(local, kind, config, self)
+
+
+def processes_of(settings: EnvSettings) -> Processes:
+    """Return the processes that the service's settings ask for."""
+    worker = WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
+    return Processes(settings.n_processes, worker)
