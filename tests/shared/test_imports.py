@@ -17,8 +17,14 @@ from tests.support.tokenizer import FOLDER
 
 ROOT = Path(__file__).parents[2]
 OURS = {"services", "shared"}
-CONFIGURED = {"volley_algorithms", "volley_tinker", "volley_dashboard", "volley_engines", "volley_tunix"}
-CONFIGURED = {"volley_tinker", "volley_dashboard", "volley_engines", "volley_judges", "volley_tunix"}
+CONFIGURED = {
+    "volley_algorithms",
+    "volley_tinker",
+    "volley_dashboard",
+    "volley_engines",
+    "volley_judges",
+    "volley_tunix",
+}
 """Packages that add to the configuration: their sections, keys and kinds."""
 WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry", "starlette", "uvicorn", "uvloop"}
 FORMS = {"python_multipart", "sniffio"}
