@@ -21,7 +21,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
                       `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
-                      `accelerators` → `volley.local.devices.Accelerators`, `planner` → `volley.choices.Planner`,
+                      `accelerators` → `volley.local.devices.DeviceAssigner`, `planner` → `volley.choices.Planner`,
                       `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
                       `rule_checks` → `(PolicyGradientSection, filter) -> None`, which tries the user's own rules,
                       `supervised.steps` → `(RunConfig) -> SupervisedSteps | None` (shared.supervised),

@@ -9,7 +9,7 @@ from shared import packages
 from shared.schema import RunConfig
 
 
-class Accelerators(Protocol):
+class DeviceAssigner(Protocol):
     """The part `accelerators`; its functions raise ConfigError."""
 
     def check_device(self, kind: Literal["tpu", "gpu"], environments: Iterable[str]) -> None:
@@ -25,6 +25,6 @@ class Accelerators(Protocol):
         ...
 
 
-def accelerators() -> Accelerators:
+def accelerators() -> DeviceAssigner:
     """Raises ConfigError if no package brings them."""
     return packages.part("accelerators")
