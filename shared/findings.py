@@ -15,6 +15,7 @@ from shared.models.config import ModelConfig
 from shared.run.group_size import check_group
 from shared.run_config import sections_of
 from shared.schema import RunConfig
+from shared.server_schema import placeholders
 
 _MOST_SEQUENCE_EPSILON = 0.01
 """GSPO's ratio is a geometric mean over a sequence; the paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1)."""
@@ -191,10 +192,12 @@ def _filters(config: RunConfig) -> Iterator[str]:
 
 
 def _teacher(config: RunConfig) -> Iterator[str]:
-    loss, sampling = config.algorithm, config.rollout.sampling
+    loss, sampling, n = config.algorithm, config.rollout.sampling, config.grpo_config.num_generations
     for key, server in config.services.orchestrator.all_teachers().items():
         if not loss.teacher_kl_coef:
             yield f"{key}.url={server.url} has no effect: algorithm.teacher_kl_coef is 0"
+        elif server.templates and all("sibling" in placeholders(one) for one in server.templates) and n == 1:
+            yield f"{key}.templates has no effect: with grpo_config.num_generations=1 there is no {{sibling}}"
     if loss.teacher_kl_coef and sampling.temperature != 1:
         yield (
             f"rollout.sampling.temperature={sampling.temperature:g} with algorithm.teacher_kl_coef"

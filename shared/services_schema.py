@@ -140,6 +140,10 @@ class OrchestratorEndpoint(Endpoint):
         one = {} if self.teacher is None else {"services.orchestrator.teacher": self.teacher}
         return one | {f"services.orchestrator.teachers.{env}": server for env, server in self.teachers.items()}
 
+    def foreign_teachers(self) -> dict[str, TeacherServer]:
+        """Return those of `all_teachers` that are other servers than the run's."""
+        return {key: server for key, server in self.all_teachers().items() if not server.is_self}
+
     def teacher_of(self, env: str) -> str | None:
         """Return the key of the environment's teacher; None if it has none. A name may be NAME@DIGEST."""
         for name in (env, env.partition("@")[0]):

@@ -4,7 +4,8 @@
 - token-in-token-out: `token_ids` are the ids that the engine sampled and the environment appended, never re-tokenized
   text;
 - `loss_mask` is 1 exactly on sampled tokens; `logprobs` is finite there and 0 elsewhere;
-- `teacher_logprobs`, if present, is finite on sampled tokens and 0 elsewhere;
+- `teacher_logprobs`, if present, is finite on sampled tokens and 0 elsewhere; there is none if the `teacher_view` says
+  that the teacher lacked something;
 - `versions` covers exactly the sampled positions, in order and without overlap;
 - the three arrays have one length T, and no token of the prompt is sampled;
 - `routed_experts`, if present, covers the first n positions, n <= T;
@@ -44,6 +45,7 @@ from shared.sequences import (
     whole,
     write_tokens,
 )
+from shared.teacher_view import TeacherView, read_view
 
 SCHEMA = 1
 Status = Literal["completed", "truncated"]
@@ -73,6 +75,7 @@ class Trajectory:
 
     Shapes: `token_ids` int32 [T]; `loss_mask` uint8 [T]; `logprobs` float32 [T], behaviour log-probabilities (natural
     log); `teacher_logprobs` float32 [T], the teacher's (None without a teacher; then absent on the wire);
+    `teacher_view` is what a privileged teacher was shown (None with any other; then absent on the wire);
     `routed_experts` [n, L, k], the experts that the engine chose for the first n positions (see shared.routing; None if
     not recorded; then absent on the wire). `timings` are in seconds.
 
@@ -106,6 +109,7 @@ class Trajectory:
     teacher_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     branches: tuple[Branch, ...] = ()
+    teacher_view: TeacherView | None = None
 
     @property
     def n_sampled(self) -> int:
@@ -162,6 +166,8 @@ class Trajectory:
         require_trainable(bool(self.loss_mask.any()), "no_tokens", self.sample_index)
         validate_turns(self.turns, 0, len(self.token_ids))
         self._validate_branches()
+        if self.teacher_view is not None:
+            self.teacher_view.validate(self.lengths(), is_scored=self.teacher_logprobs is not None)
         turns = [turn for one in (self, *self.branches) for turn in one.turns]
         rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in turns)]
         require_trainable(all(map(math.isfinite, rewards)), "nonfinite_reward", self.sample_index)
@@ -224,6 +230,12 @@ class Group:
     def oldest(self) -> WeightVersion:
         return min(trajectory.oldest() for trajectory in self.trajectories)
 
+    def teachers(self) -> set[WeightVersion]:
+        """Return the versions of the run's weights that scored tokens as a teacher."""
+        views = [trajectory.teacher_view for trajectory in self.trajectories if trajectory.teacher_view is not None]
+        versions = {prompt.version for view in views for prompt in view.prompts}
+        return {WeightVersion.parse(version) for version in versions if version is not None}
+
     def validate(self) -> None:
         """Check the group and its trajectories. Raises DecodeError naming the broken invariant."""
         require(bool(self.trajectories) != (self.failure is not None), "a group has either trajectories or a failure")
@@ -278,7 +290,9 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     for name in ("reward_components", "timings", "faults", "failures"):
         record[name] = dict(record[name])
     write_tokens(record, trajectory)
-    del record["branches"]
+    del record["branches"], record["teacher_view"]
+    if trajectory.teacher_view is not None:
+        record["teacher_view"] = trajectory.teacher_view.to_wire()
     if trajectory.branches:
         record["branches"] = [branch_record(branch) for branch in trajectory.branches]
     return record
@@ -303,6 +317,7 @@ def _trajectory(record: Any) -> Trajectory:
         faults=read_counts(record.get("faults", {})),
         failures=read_counts(record.get("failures", {})),
         branches=tuple(read_branch(one) for one in record.get("branches", ())),
+        teacher_view=read_view(record.get("teacher_view")),
         **read_tokens(record),
     )
 

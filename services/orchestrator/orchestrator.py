@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator.agents import AgentRecorder
 from services.orchestrator.episodes.dispatch import Dispatcher
-from services.orchestrator.episodes.groups import GroupPlan, run_group
+from services.orchestrator.episodes.groups import GroupPlan, GroupTeaching, run_group
 from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
@@ -48,7 +48,8 @@ _log = telemetry.Log("run")
 class Orchestrator:
     """One run. `schedule` and `mixture` are None until the environment service has answered.
 
-    `recorder` records agents, if a package for it is installed; `judges` grade complete groups, if the run has any.
+    `recorder` records agents, if a package for it is installed; `judges` grade complete groups, if the run has any;
+    `privileged` is that of `GroupPlan`.
     """
 
     settings: OrchestratorSettings
@@ -65,6 +66,7 @@ class Orchestrator:
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     recorder: AgentRecorder | None = None
     judges: GroupJudges | None = None
+    privileged: Callable[[str], GroupTeaching | None] = lambda _: None
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -219,6 +221,7 @@ class Orchestrator:
             mixture.task_of,
             settings.routing_replay,
             self.judges,
+            self.privileged,
         )
         return TicketLoop(
             self.queue,

@@ -20,6 +20,7 @@ from shared.types import Message
 
 type AgentKind = Literal["program", "external"]
 AGENT_KINDS: tuple[AgentKind, ...] = ("program", "external")
+HINTS = ("expected", "feedback")
 _PROGRAM_STATES: Mapping[str, Literal["running", "exited", "failed"]] = {
     "running": "running",
     "exited": "exited",
@@ -65,6 +66,7 @@ class ProgramReply:
 class StepReply:
     """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs.
 
+    `hints` are texts of `info` that a privileged teacher may be shown, by name (HINTS).
     `fault` is the model's mistake in this turn, if any. `closed`: the episode is over, and the service forgets it by
     itself; services that do not say so want it deleted.
     """
@@ -77,6 +79,7 @@ class StepReply:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     fault: Fault | None = None
     closed: bool = False
+    hints: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +232,13 @@ def _step(answer: Mapping[str, Any]) -> StepReply:
         reward_components={str(k): float(v) for k, v in (info.get("reward_components") or {}).items()},
         fault=next((fault for fault in FAULTS if fault == info.get("error")), None),
         closed=answer.get("closed") is True,
+        hints={name: str(info[name]) for name in HINTS if _is_text(info.get(name))},
     )
+
+
+def _is_text(value: Any) -> bool:
+    """True for a number, or a text that is not empty."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
 
 
 def _read[T](make: Callable[[], T]) -> T:

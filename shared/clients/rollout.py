@@ -18,6 +18,7 @@ from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
 from shared.published.manifest import WeightOffer
 from shared.routing import RoutingShape, from_wire
+from shared.teacher_view import MOST_POSITIVE, TeacherLogprobs
 from shared.types import VersionSpan, WeightVersion
 
 if TYPE_CHECKING:
@@ -136,6 +137,24 @@ class RolloutClient(HttpClient):
             raise Unavailable(f"{self.base_url} returned an invalid generation: {error.detail}") from error
         return generation
 
+    async def score(self, ids: np.ndarray, start: int, *, timeout_s: float | None = None) -> TeacherLogprobs:
+        """Return the log-probabilities of ids[start:], given all tokens before, at temperature 1, and their version.
+
+        `ids` is int32 [T], 0 < start < T. Raises Unavailable for an answer that is not one log-probability per token.
+        """
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+        }
+        n_objects = MAX_OBJECTS + _ROW_OBJECTS * len(ids)
+        answer = await self.post("/generate", body, timeout_s=timeout_s, max_objects=n_objects)
+        try:
+            return _scored(answer, ids[start:])
+        except (*MALFORMED, DecodeError) as error:
+            raise Unavailable(f"{self.base_url} returned invalid log-probabilities: {error!r}") from error
+
     async def abort(self, rid: str) -> None:
         """End a running request; its answer is what it has sampled. Unknown ids are ignored."""
         await self.post("/abort_request", {"rid": rid})
@@ -198,6 +217,18 @@ def _generation(answer: Any, n_prompt: int, server: str) -> Generation:
     if seen != n_prompt:
         raise DecodeError(f"the server received {seen} of {n_prompt} prompt tokens")
     return generation
+
+
+def _scored(answer: Any, ids: np.ndarray) -> TeacherLogprobs:
+    """Read rows [log-probability, id, text] that begin with the token before `ids`. Raises ValueError and others."""
+    meta = answer["meta_info"]
+    _, *rows = meta["input_token_logprobs"]
+    logprobs = np.array([row[0] for row in rows], np.float32)
+    if [row[1] for row in rows] != ids.tolist():
+        raise ValueError("they are of other tokens")
+    if not np.isfinite(logprobs).all() or logprobs.max() > MOST_POSITIVE:
+        raise ValueError("one is NaN, infinite or positive")
+    return TeacherLogprobs(logprobs, str(WeightVersion.parse(str(meta["weight_version"]))))
 
 
 def _ids(value: Any) -> np.ndarray:

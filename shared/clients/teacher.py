@@ -21,12 +21,11 @@ from shared.clients.keys import without_key
 from shared.clients.token_texts import is_same
 from shared.errors import InputError, MalformedAnswer, RateLimited, TlsFailed, Unavailable, VolleyError
 from shared.server_schema import TeacherServer
+from shared.teacher_view import MOST_POSITIVE, TeacherLogprobs
 
 if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
-_MOST_POSITIVE = 1e-3
-"""Largest log-probability accepted, in nats, for servers that round."""
 _TOKEN_OBJECTS = 24  # values per token in the longest kind of answer: id, text, rank and log-probability, each nested
 _AWAY = (502, 503, 504)
 _BY_ID = "token_id:"
@@ -96,8 +95,8 @@ class TeacherClient:
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
 
-    async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Return float32 [T - start]: log-probabilities (nats, temperature 1) of ids[start:] given all tokens before.
+    async def logprobs(self, ids: np.ndarray, start: int) -> TeacherLogprobs:
+        """Return float32 [T - start]: log-probabilities of ids[start:] given all tokens before.
 
         `ids` is int32 [T], 0 < start < T. Raises RateLimited, TeacherAway, TeacherFailed, TeacherUnusable,
         TeacherRefused.
@@ -108,7 +107,7 @@ class TeacherClient:
             raise self._another_vocabulary("it returned other token ids than it was sent")
         made = self._checked(answer, len(given) - start)
         self._check_vocabulary(answer.texts or (), given[start:])
-        return made
+        return TeacherLogprobs(made)
 
     async def ready(self) -> None:
         """Check that the teacher answers.
@@ -198,7 +197,7 @@ class TeacherClient:
             raise TeacherUnusable(f"{self._where} returned a log-probability that is not a number: {error}") from error
         if not np.isfinite(made).all():
             raise TeacherUnusable(f"{self._where} returned a log-probability that is NaN or infinite")
-        if made.max() > _MOST_POSITIVE:
+        if made.max() > MOST_POSITIVE:
             raise TeacherUnusable(f"{self._where} returned a positive log-probability, {made.max():g}")
         return made
 

@@ -48,7 +48,10 @@ def check_group(config: RunConfig, routing: RoutingShape | None) -> None:
 
 def token_bytes(config: RunConfig, routing: RoutingShape | None) -> int:
     """Return the bytes of one token of an episode."""
-    return _TOKEN_BYTES + (_TEACHER_BYTES if config.algorithm.teacher_kl_coef else 0) + _of_experts(config, routing)
+    of_teacher = _TEACHER_BYTES if config.algorithm.teacher_kl_coef else 0
+    if any(server.templates for server in config.services.orchestrator.all_teachers().values()):
+        of_teacher *= 2  # the id of the teacher's prompt
+    return _TOKEN_BYTES + of_teacher + _of_experts(config, routing)
 
 
 def _of_experts(config: RunConfig, routing: RoutingShape | None) -> int:

@@ -183,3 +183,5 @@ async def test_a_teacher_must_answer_where_somebody_is_to_ask_it():
         await check(teacher, "algorithm.teacher_kl_coef=0.5")
     async with served(create_app("rollout", limits=Limits(), tokens=None, ready=lambda: None)) as url:
         await check(f"services.orchestrator.teacher.url={url}", "algorithm.teacher_kl_coef=0.5")
+    own = "services.orchestrator.teacher={url: self, templates: ['{sibling}']}"
+    await check(own, "algorithm.teacher_kl_coef=0.5")

@@ -35,6 +35,9 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "num_tasks": {"num_tasks": 5},
     "demonstration": {"messages": [{"role": "user", "content": "x"}]},
     "weights": {"current": "e000001-s000000", "staged": None, "digest": None},
+    "score": {
+        "meta_info": {"input_token_logprobs": [[None, 1, None], [-0.5, 2, None]], "weight_version": "e000001-s000000"}
+    },
     "generate": {
         "output_ids": [5, 6],
         "meta_info": {
@@ -59,6 +62,7 @@ CALLS: dict[str, Callable[[httpx.MockTransport], Any]] = {
     "num_tasks": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.num_tasks("e", "train")),
     "demonstration": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.demonstration("e", "train", 0)),
     "weights": lambda t: _with(RolloutClient("http://x", transport=t), lambda c: c.weights()),
+    "score": lambda t: _with(RolloutClient("http://x", transport=t), lambda c: c.score(IDS, 1)),
     "generate": lambda t: _with(
         RolloutClient("http://x", transport=t), lambda c: c.generate(IDS, {"max_new_tokens": 4}, "r")
     ),
@@ -72,7 +76,7 @@ CALLS |= {
 
 
 async def _whole_scores(teacher: TeacherClient) -> None:
-    (told,) = await teacher.logprobs(IDS, 1)
+    (told,) = (await teacher.logprobs(IDS, 1)).logprobs
     assert np.isfinite(told)
     assert told <= 1e-3
 

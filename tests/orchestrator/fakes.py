@@ -21,6 +21,7 @@ from shared.clients.rollout import Generation, ServerWeights
 from shared.errors import Conflict, NotFound, QueueUnavailable, ServiceUnreachable, Unavailable, VolleyError
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.run.seeding import TaskOrder, TicketTask
+from shared.teacher_view import TeacherLogprobs
 from shared.types import Message, VersionSpan, WeightVersion
 from tests.support.tokenizer import tiny_tokenizer
 
@@ -59,6 +60,7 @@ class ScriptedEngine:
     routed_from: list[int | None] = field(default_factory=list)
     tells_no_experts: set[int] = field(default_factory=set)
     holders: set[str] = field(default_factory=set)
+    scored: list[tuple[np.ndarray, int]] = field(default_factory=list)
 
     async def generate(
         self,
@@ -92,6 +94,14 @@ class ScriptedEngine:
             routed = np.full((len(input_ids) + len(ids) - 1 - routed_from, 2, 3), number, np.uint8)
         logprobs = np.full(len(ids), -0.5, np.float32)
         return Generation(np.array(ids, np.int32), logprobs, spans, finish, routed_experts=routed)
+
+    async def score(self, ids: np.ndarray, start: int, *, timeout_s: float | None = None) -> TeacherLogprobs:
+        """-t/100 at position t."""
+        self.scored.append((ids.copy(), start))
+        await asyncio.sleep(self.delay_s)
+        if self.failures:
+            raise self.failures.pop(0)
+        return TeacherLogprobs(-np.arange(start, len(ids), dtype=np.float32) / 100, str(self.version))
 
     async def abort(self, rid: str) -> None:
         self.aborted.append(rid)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
@@ -149,6 +150,17 @@ async def test_after_a_kill_no_stored_turn_is_sampled_again(is_env_lost):
     assert len(process.engine.prompts) == 3
     assert len(env.created) == 3
     killed.cancel()
+
+
+async def test_an_episode_for_a_privileged_teacher_is_played_again_from_its_turns() -> None:
+    """What the teacher is shown of it is not stored: the environment repeats it."""
+    store, env = MemoryStore(), RememberingEnv(n_turns=2)
+    for context in (EpisodeContext(), EpisodeContext()):
+        process = await Process(store, env, ScriptedEngine()).begin()
+        await process.dispatcher.episode(replace(spec(), context=context), "train")
+        assert (len(context.answers), len(context.prompts)) == (2, 1)
+    assert [turn for _, _, turn in store.turns()] == [1, 2]
+    assert not process.engine.prompts, "its turns were sampled again"
 
 
 async def test_a_clean_stop_keeps_the_tokens_of_the_turn_that_it_cuts():

@@ -23,6 +23,7 @@ from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, T
 from shared.errors import RateLimited, StorageFull, VolleyError
 from shared.files.spending import SpendingStore
 from shared.services_schema import OrchestratorEndpoint
+from shared.teacher_view import TeacherLogprobs
 from shared.types import Branch, Group, VersionSpan
 from tests.orchestrator.fakes import BOUNDS, ScriptedEngine, ScriptedEnv, balancer_of, plan, runner_of, spec
 from tests.support.virtual_time import virtual_time
@@ -37,7 +38,7 @@ class ScriptedTeacher:
     at_once: int = 0
     most_at_once: int = 0
 
-    async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray:
+    async def logprobs(self, ids: np.ndarray, start: int) -> TeacherLogprobs:
         self.asked.append((len(ids), start))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -45,7 +46,7 @@ class ScriptedTeacher:
         self.at_once -= 1
         if self.failures:
             raise self.failures.pop(0)
-        return -np.arange(start, len(ids), dtype=np.float32) / 100
+        return TeacherLogprobs(-np.arange(start, len(ids), dtype=np.float32) / 100)
 
 
 def dispatcher_with(

@@ -13,7 +13,7 @@ from shared.section import Section
 from tests.support.committed import every_config
 
 ROOT = Path(__file__).parents[2]
-_TEACHERS = "services.orchestrator.teachers"
+_TEACHERS, _TEACHER = "services.orchestrator.teachers", "services.orchestrator.teacher"
 MINIMAL = "model: {path: m}\ndata: {env: frozen_lake}\n"
 
 
@@ -166,6 +166,17 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["algorithm.name=on_policy_distillation", "algorithm.credit=turn"], "credit=turn applies to rewards"),
         (["algorithm.name=on_policy_distillation", "algorithm.teacher_kl_coef=0"], "teacher_kl_coef=0"),
         (["services.orchestrator.teacher.url=10.0.0.7"], r"teacher\.url.*must be an http or https address"),
+        ([f"{_TEACHER}.url=self"], r"orchestrator\.teacher: url=self needs templates"),
+        ([f"{_TEACHER}.url=self", f"{_TEACHER}.templates=[Think]"], r"templates\.0: tells the teacher nothing"),
+        ([f"{_TEACHER}.url=self", f"{_TEACHER}.templates=['{{prompt}} again']"], "tells the teacher nothing"),
+        ([f"{_TEACHER}.url=http://t", f"{_TEACHER}.templates=['{{answer}}']"], r"the placeholder \{answer\}, but only"),
+        ([f"{_TEACHER}.url=http://t", f"{_TEACHER}.templates=['{{expected:>9}}']"], r"placeholder \{expected\}, but"),
+        ([f"{_TEACHER}.url=http://t", f"{_TEACHER}.templates=['{{expected.real}}']"], r"placeholder \{expected\.real"),
+        ([f"{_TEACHER}.url=http://t", f"{_TEACHER}.templates=['{{']"], "is no template: Single '{' encountered"),
+        (
+            [f"{_TEACHER}.url=self", f"{_TEACHER}.templates=['{{sibling}}']", f"{_TEACHER}.model=m"],
+            "model is of another server, but url=self are the run's own",
+        ),
         (["algorithm.epsilon=null"], "nothing bounds the ratio to the policy that sampled"),
         (["trainer.max_steps"], "not of the form key.path=value"),
         (

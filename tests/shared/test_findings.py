@@ -17,6 +17,7 @@ from tests.support.committed import every_config
 
 ALONE = {"grpo_config__num_generations": 1}
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
+OWN_TEACHER = {"url": "self", "templates": ["{sibling}"]}
 VLLM = {"rollout__engine__kind": "vllm", "rollout__engine__url": "http://v"}
 LORA = {"trainer__lora": {"rank": 2, "target_modules": ["q_proj"]}, "trainer__optimizer_config__learning_rate": 2e-4}
 LORA_IN_BFLOAT16 = LORA | {"model__dtype": "bfloat16"}
@@ -80,6 +81,10 @@ def test_defaults_mean_what_they_say():
         ({"trainer__filters__zero_variance": True, "algorithm__teacher_kl_coef": 0.1, **TEACHER}, "trainer.filters"),
         ({"rollout__sampling__temperature": 0.7, "algorithm__name": DISTILLED, **TEACHER}, "rollout.sampling.temp"),
         (TEACHER, "services.orchestrator.teacher.url=http://t has no effect: algorithm.teacher_kl_coef is 0"),
+        (
+            {"services__orchestrator__teacher": OWN_TEACHER, "algorithm__name": DISTILLED, **ALONE},
+            "services.orchestrator.teacher.templates has no effect: with grpo_config.num_generations=1",
+        ),
         ({"trainer__filters__logprob": 11.0}, "trainer.filters.logprob=11 drops nothing"),
         ({"orchestrator__eval_every_n_steps": 11}, "orchestrator.eval_every_n_steps=11 has no effect"),
         ({"trainer__optimizer_config__warmup_steps": 10}, "trainer.optimizer_config.learning_rate=1e-05 is never"),

@@ -11,10 +11,12 @@ import httpx
 import numpy as np
 import pytest
 
+from shared import codec
 from shared.clients.keys import read_key
+from shared.clients.rollout import RolloutClient
 from shared.clients.teacher import TeacherAway, TeacherClient, TeacherFailed, TeacherRefused, TeacherUnusable
 from shared.clients.token_texts import is_same
-from shared.errors import ConfigError, RateLimited, Unavailable, VolleyError
+from shared.errors import ConfigError, InputError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.server_schema import TeacherServer
 from tests.support.engine import RolloutDouble
@@ -24,7 +26,7 @@ IDS, START = np.array([40, 50, 60, 70, 80], np.int32), 2
 TOLD = [-0.5, -1.25, -3.0]
 TEXT = tiny_tokenizer().token
 TEXTS = [TEXT(int(token)) for token in IDS]
-URL = "http://teacher"
+URL, MSGPACK = "http://teacher", {"Content-Type": codec.MEDIA_TYPE}
 
 
 class Answering(httpx.AsyncBaseTransport):
@@ -44,7 +46,7 @@ class Answering(httpx.AsyncBaseTransport):
 async def asked(transport: httpx.AsyncBaseTransport, key: str | None = None, **server: Any) -> np.ndarray:
     made = TeacherServer(url=URL, **server)
     async with TeacherClient(made, TEXT, key=key, transport=transport) as teacher:
-        return await teacher.logprobs(IDS, START)
+        return (await teacher.logprobs(IDS, START)).logprobs
 
 
 def sglang(logprobs: list[Any] = TOLD, ids: list[Any] | None = None, texts: list[Any] | None = None) -> dict[str, Any]:
@@ -114,6 +116,33 @@ async def test_volleys_own_server_is_a_teacher() -> None:
             await teacher.logprobs(np.array([3, 600], np.int32), 1)
 
 
+async def test_the_runs_own_servers_score_and_say_with_which_weights() -> None:
+    async with RolloutClient(URL, transport=httpx.ASGITransport(RolloutDouble().app())) as server:
+        found = await server.score(IDS, START)
+        assert (found.logprobs.tolist(), found.version) == ([-0.5, -0.75, -1.0], "e000001-s000000")
+        with pytest.raises(InputError, match=r"outside the vocabulary of 512"):
+            await server.score(np.array([3, 600], np.int32), 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "version"),
+    [
+        ([[None, 50, None], [-0.5, 60, None], [-0.5, 70, None]], "e000001-s000000"),
+        ([[None, 50, None], [-0.5, 60, None], [-0.5, 70, None], [-0.5, 81, None]], "e000001-s000000"),
+        ([[None, 50, None], [-0.5, 60, None], [-0.5, 70, None], [float("inf"), 80, None]], "e000001-s000000"),
+        ([[None, 50, None], [-0.5, 60, None], [-0.5, 70, None], [0.5, 80, None]], "e000001-s000000"),
+        ([[None, 50, None], [-0.5, 60, None], [-0.5, 70, None], [None, 80, None]], "e000001-s000000"),
+        ([[None, 50, None], [-0.5, 60, None], [-0.5, 70, None], [-0.5, 80, None]], None),
+    ],
+)
+async def test_scores_of_an_own_server_that_are_not_whole_are_no_data(rows: list[Any], version: str | None) -> None:
+    body = {"meta_info": {"input_token_logprobs": rows, "weight_version": version}}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=codec.pack(body), headers=MSGPACK))
+    async with RolloutClient(URL, transport=transport) as server:
+        with pytest.raises(Unavailable, match="invalid log-probabilities"):
+            await server.score(IDS, START)
+
+
 @pytest.mark.parametrize(
     ("body", "model", "kind", "named"),
     [
@@ -158,7 +187,7 @@ async def test_parts_of_characters_are_taken_from_a_teacher_that_had_our_tokens(
     async with TeacherClient(TeacherServer(url=URL), TEXT, transport=transport) as teacher:
         await teacher.logprobs(IDS, START)
         transport.body = sglang(texts=["", "�", ""])
-        assert (await teacher.logprobs(IDS, START)).tolist() == TOLD
+        assert (await teacher.logprobs(IDS, START)).logprobs.tolist() == TOLD
 
 
 @pytest.mark.parametrize(

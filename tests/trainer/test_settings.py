@@ -19,6 +19,8 @@ from shared import config
 from shared.algorithm_schema import sections
 from shared.errors import ConfigError
 from shared.routing import RoutingShape
+from shared.run.group_size import token_bytes
+from shared.teacher_view import TeacherPrompt, TeacherView
 from tests.support.committed import every_config
 from tests.trainer.support import group
 from volley_supervised.options import supervised_options
@@ -109,11 +111,15 @@ def test_a_run_whose_groups_could_have_too_many_turns_is_refused():
 def test_no_group_is_larger_than_is_reckoned():
     made = group(1, "e000001-s000000", n=3, length=500, vocab=512)
     routed = np.zeros((500, 4, 2), np.uint8)
+    view = TeacherView((TeacherPrompt(np.arange(500, dtype=np.int32), 4, "e000001-s000000"),))
     trajectories = tuple(
-        replace(one, routed_experts=routed, teacher_logprobs=one.logprobs) for one in made.trajectories
+        replace(one, routed_experts=routed, teacher_logprobs=one.logprobs, teacher_view=view)
+        for one in made.trajectories
     )
     n_bytes = len(replace(made, trajectories=trajectories).encode())
-    arrays = 3 * 500 * (9 + 4 + RoutingShape(4, 6, 2).token_bytes)
+    own = load("algorithm.teacher_kl_coef=1", "services.orchestrator.teacher={url: self, templates: ['{sibling}']}")
+    arrays = 3 * 500 * token_bytes(own, RoutingShape(4, 6, 2))
+    assert arrays == 3 * 500 * (9 + 4 + 4 + RoutingShape(4, 6, 2).token_bytes)
     assert arrays < n_bytes < arrays + 3 * 2**16
 
 

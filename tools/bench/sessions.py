@@ -33,6 +33,7 @@ from shared.clients.rollout import EngineLoad, Generation, ServerWeights
 from shared.models.chat import ChatTokenizer
 from shared.process.ports import free_port
 from shared.services_schema import Limits, ServicesSection
+from shared.teacher_view import TeacherLogprobs
 from shared.types import VersionSpan, WeightVersion
 from shared.web.http import create_app
 from shared.web.serving import make_server
@@ -57,6 +58,9 @@ class WaitingEngine:
         ids = np.array([draw.randrange(10, 200) for _ in range(N_TOKENS)], np.int32)
         span = VersionSpan(str(_VERSION), 0, N_TOKENS)
         return Generation(ids, np.full(N_TOKENS, -1.0, np.float32), (span,), "length")
+
+    async def score(self, ids: np.ndarray, start: int, *, timeout_s: float | None = None) -> TeacherLogprobs:
+        return TeacherLogprobs(np.full(len(ids) - start, -1.0, np.float32), str(_VERSION))
 
     async def abort(self, rid: str) -> None: ...
 

@@ -21,6 +21,7 @@ from shared.clients.env import Opening, ProgramReply, StepReply
 from shared.clients.rollout import EngineLoad, Generation, ServerWeights
 from shared.errors import NotFound, ServiceUnreachable
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
+from shared.teacher_view import TeacherLogprobs
 from shared.types import Group, VersionSpan, WeightVersion
 
 TOKEN_S = 0.02
@@ -152,6 +153,9 @@ class SimulatedServer:
         self._drained.set_result(None)
         self._drained = asyncio.Future[None]()
         self._cached.clear()
+
+    async def score(self, ids: np.ndarray, start: int, *, timeout_s: float | None = None) -> TeacherLogprobs:
+        return TeacherLogprobs(np.full(len(ids) - start, -0.5, np.float32), self.versions[-1][1])
 
     async def abort(self, rid: str) -> None: ...
 

@@ -102,7 +102,7 @@ async def _check_teacher(config: RunConfig) -> None:
     """Raises TeacherAway, TeacherRefused, ConfigError (a key)."""
     if not config.algorithm.teacher_kl_coef or config.is_supervised:
         return
-    for name, server in config.services.orchestrator.all_teachers().items():
+    for name, server in config.services.orchestrator.foreign_teachers().items():
         key, ca_file = read_key(server.token_file, f"{name}.token_file"), config.services.tls.ca_file
         async with TeacherClient(server, str, key=key, ca_file=ca_file) as teacher:
             await teacher.ready()

@@ -11,19 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
 from shared.errors import ConfigError
 from shared.run import archive
 from shared.run.folder import RunFolder
+from shared.teacher_view import TeacherPrompt, TeacherView
 from shared.types import Group, Turn, WeightVersion
 from tests.support import small_run
 from tests.support.disk import file_size_limit
 from tests.support.foreign import environment
 from volley.__main__ import main
 from volley.layout import PROJECT
-from volley_dashboard.trajectories import files
+from volley_dashboard.trajectories import episodes, files
 
 HOSTILE = "a\x1b[2J\x07\r\n\u202e\x00\u2066z"
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -239,7 +241,7 @@ def test_parquet_names_the_missing_package(tmp_path: Path) -> None:
 _PARQUET = """
 import pathlib, sys
 import pandas, polars
-from volley_dashboard.trajectories import files
+from volley_dashboard.trajectories import episodes, files
 from volley_dashboard.trajectories.archived import ArchivedEpisodes
 from volley_dashboard.trajectories.index import Filters
 run, out = map(pathlib.Path, sys.argv[1:])
@@ -299,3 +301,17 @@ def with_tables(program: str, *arguments: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_the_prompt_that_a_privileged_teacher_saw_is_shown_or_what_it_lacked(made: Path) -> None:
+    group = next(
+        Group.decode(one)
+        for one in archive.read(RunFolder(made).archive, small_run.RUN, archive.versions(RunFolder(made).archive)[-1])
+    )
+    view = TeacherView((TeacherPrompt(np.array([3, 4], np.int32), 1, "e000001-s000000"),))
+    one, other = group.trajectories[:2]
+    taught = replace(one, teacher_view=view), replace(other, teacher_view=TeacherView(lacks=("sibling",)))
+    first, second = episodes.shown(replace(group, trajectories=taught), WeightVersion(1, 1), None)["trajectories"]
+    assert first["sequences"][0]["teacher_prompt"] == {"text": "3 4 ", "version": "e000001-s000000"}
+    assert (first["teacher_lacks"], second["teacher_lacks"]) == ([], ["sibling"])
+    assert "teacher_prompt" not in second["sequences"][0]

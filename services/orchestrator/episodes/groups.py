@@ -6,10 +6,11 @@ A group is either complete, or failed with the error's class, the environment an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.turn import SamplingSpec
@@ -24,12 +25,21 @@ from shared.types import Group, Trajectory
 _log = telemetry.Log("groups")
 
 
+class GroupTeaching(Protocol):
+    """`PrivilegedTeaching` method that groups use."""
+
+    async def teach(
+        self, trajectories: Sequence[Trajectory], contexts: Sequence[EpisodeContext]
+    ) -> tuple[Trajectory, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """Settings that all groups of a run share.
 
     `sampling` holds temperature, top_p and top_k; G is `group_size`; `task_of` returns a ticket's task; `routing` is
-    that of `SamplingSpec`; `judges` grade complete groups.
+    that of `SamplingSpec`; `judges` grade complete groups; `privileged` returns the teacher that scores whole groups of
+    an environment, if it has one.
     """
 
     split: str
@@ -39,6 +49,7 @@ class GroupPlan:
     task_of: Callable[[int], Awaitable[TicketTask]]
     routing: bool = False
     judges: GroupJudges | None = None
+    privileged: Callable[[str], GroupTeaching | None] = lambda _: None
 
     def specs(
         self, task: TicketTask, ticket: int, need: VersionBounds, barrier: TurnBarrier | None = None
@@ -46,7 +57,11 @@ class GroupPlan:
         first = SamplingSpec(
             task.env, self.split, task.index, ticket, 0, self.seed, self.sampling, need, self.routing, barrier
         )
-        return [replace(first, sample_index=sample_index) for sample_index in range(self.group_size)]
+        is_taught = self.privileged(task.env) is not None
+        return [
+            replace(first, sample_index=sample_index, context=EpisodeContext() if is_taught else None)
+            for sample_index in range(self.group_size)
+        ]
 
     def void(self, task: TicketTask, ticket: int, why: str, rule: FilterRule | None = None) -> Group:
         """Return the group of a ticket that ends without episodes."""
@@ -58,20 +73,22 @@ async def run_group(
 ) -> Group:
     """Run the group of a ticket. If one sample fails all its attempts, the group fails and the others are stopped.
 
-    A complete group that its judges do not grade fails, too.
+    A complete group that its judges or its teacher do not grade fails, too.
     """
     failure: VolleyError | None = None
     task = await plan.task_of(ticket)
-    running: list[asyncio.Task[Trajectory]] = []
+    specs, running = plan.specs(task, ticket, need, barrier), list[asyncio.Task[Trajectory]]()
     try:
         async with asyncio.TaskGroup() as episodes:
-            running += [
-                episodes.create_task(dispatcher.episode(spec, "train"))
-                for spec in plan.specs(task, ticket, need, barrier)
-            ]
+            running += [episodes.create_task(dispatcher.episode(spec, "train")) for spec in specs]
         trajectories = tuple(episode.result() for episode in running)
         group = Group(ticket, task.env, trajectories[0].task, trajectories)
-        return group if plan.judges is None else await plan.judges.judge(group)
+        if plan.judges is not None:
+            group = await plan.judges.judge(group)
+        if (teaching := plan.privileged(task.env)) is not None:
+            contexts = [spec.context for spec in specs if spec.context is not None]
+            group = replace(group, trajectories=await teaching.teach(group.trajectories, contexts))
+        return group
     except* VolleyError as errors:
         failure = first_error(errors)
     _log.warning("group failed", ticket=ticket, env=task.env, error=type(failure).__name__, detail=str(failure))

@@ -120,7 +120,10 @@ class EpisodeRunner:
         """Let the model answer the environment until the episode ends. Args: started: time of the call of `open`."""
         env_s, ended = time.monotonic() - started, None
         try:
-            sampling = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
+            prompt = await self._prompt(opening)
+            if spec.context is not None:
+                spec.context.begin(opening.messages, len(prompt), opening.tools)
+            sampling = EpisodeState(spec, budget, Recorder(prompt))
             episode = _RunningEpisode(sampling, opening, request_id, list(opening.messages), env_s)
             ended = await self._run_turns(episode)
         except asyncio.CancelledError:
@@ -143,7 +146,8 @@ class EpisodeRunner:
             timings={"env_s": episode.env_s, "generate_s": sampling.generate_s, "total_s": total_s},
         )
         trajectory.validate()
-        await self._partials.save_finished(spec, trajectory)
+        if spec.context is None:  # which would be lost; a resumed episode plays its stored turns again
+            await self._partials.save_finished(spec, trajectory)
         return trajectory
 
     async def _run_agent(
@@ -188,6 +192,8 @@ class EpisodeRunner:
         result = await self._step(episode, number, text)
         self._status.turn_answered(sampling.spec.env, number, sampling.budget.reward)
         sampling.budget.reward += result.reward
+        if sampling.spec.context is not None:
+            sampling.spec.context.answered(text, result.hints)
         cut = self._cut(sampled, len(recorder))
         faults: list[Fault | None] = [result.fault, "length" if cut == "length" else None]
         recorder.end_turn(start, result.reward, result.reward_components, faults)
@@ -227,6 +233,8 @@ class EpisodeRunner:
         if self._bounds.room(len(ids)) <= 0 or self._is_full(recorder):
             return False
         recorder.start_over(ids)
+        if episode.sampling.spec.context is not None:
+            episode.sampling.spec.context.prompts.append((tuple(messages), len(ids)))
         episode.sampling.draw += 1
         return True
 
@@ -248,6 +256,8 @@ class EpisodeRunner:
             n = 0
         if rooms[n] > 0 and n:
             recorder.drop_oldest(n)
+            if episode.spec.context is not None:
+                episode.spec.context.prompts.append(episode.spec.context.prompts[-1])
             episode.draw += 1
         return rooms[n] > 0
 
@@ -283,6 +293,8 @@ class EpisodeRunner:
         id_, request_id = episode.opening.episode_id, f"{episode.request_id}-finish"
         found = await self._call(episode, lambda: self._calls.environments.finish(id_, request_id))
         episode.sampling.recorder.add_reward(found.reward, found.reward_components)
+        if episode.sampling.spec.context is not None:
+            episode.sampling.spec.context.hints.update(found.hints)
         return found.success
 
     async def _call(self, episode: _RunningEpisode, call: Callable[[], Awaitable[StepReply]]) -> StepReply:

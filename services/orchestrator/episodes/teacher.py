@@ -25,6 +25,7 @@ from shared.clients.teacher import TeacherAway, TeacherRefused
 from shared.errors import RateLimited, StorageUnavailable, VolleyError
 from shared.files.spending import SpendingStore
 from shared.process import telemetry
+from shared.teacher_view import TeacherLogprobs, TeacherPrompt, TeacherView
 from shared.types import EpisodeSequence, Trajectory
 
 _AGAIN_S, _MOST_S = 0.1, 30.0
@@ -38,7 +39,7 @@ _log = telemetry.Log("teacher")
 class Teacher(Protocol):
     """`TeacherClient` method that `EpisodeTeaching` uses."""
 
-    async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray: ...
+    async def logprobs(self, ids: np.ndarray, start: int) -> TeacherLogprobs: ...
 
 
 class TeachingBudget:
@@ -77,7 +78,7 @@ class TeachingByEnvironment:
 
     Args:
         choose: returns the key of an environment's teacher.
-        teachers: by that key.
+        teachers: by that key; one that is absent scores whole groups (see `privileged`).
     """
 
     def __init__(self, choose: Callable[[str], str | None], teachers: Mapping[str, EpisodeTeaching]) -> None:
@@ -91,7 +92,8 @@ class TeachingByEnvironment:
                 f"the environment {trajectory.env} has no teacher",
                 "set services.orchestrator.teacher.url, or one for it in services.orchestrator.teachers",
             )
-        return await self._teachers[key].add_logprobs(trajectory, budget)
+        teaching = self._teachers.get(key)
+        return trajectory if teaching is None else await teaching.add_logprobs(trajectory, budget)
 
 
 class EpisodeTeaching:
@@ -108,12 +110,23 @@ class EpisodeTeaching:
         self._teacher, self._status, self._places = teacher, status, asyncio.Semaphore(max_concurrent)
         self._budget, self._warned_at = budget, -_WARN_EVERY_S
 
-    async def add_logprobs(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """As `Teaching.add_logprobs`."""
-        made = [await self._logprobs(one, budget) for one in trajectory.sequences()]
+    async def add_logprobs(
+        self, trajectory: Trajectory, budget: TokenBudget, view: TeacherView | None = None
+    ) -> Trajectory:
+        """As `Teaching.add_logprobs`. The teacher is shown the prompts of the `view`, if there is one."""
+        if view is not None and view.lacks:
+            return replace(trajectory, teacher_view=view)
+        sequences = trajectory.sequences()
+        prompts = [None] * len(sequences) if view is None else view.prompts
+        answers = [await self._logprobs(*pair, budget) for pair in zip(sequences, prompts, strict=True)]
+        if view is not None:
+            told = zip(view.prompts, answers, strict=True)
+            view = TeacherView(tuple(replace(prompt, version=answer.version) for prompt, answer in told))
+        made = [answer.logprobs for answer in answers]
         of_branches = zip(trajectory.branches, made[1:], strict=True)
         taught = replace(
             trajectory,
+            teacher_view=view,
             teacher_logprobs=made[0],
             branches=tuple(replace(branch, teacher_logprobs=own) for branch, own in of_branches),
             attempt=budget.used,
@@ -122,17 +135,21 @@ class EpisodeTeaching:
         taught.validate()
         return taught
 
-    async def _logprobs(self, sequence: EpisodeSequence, budget: TokenBudget) -> np.ndarray:
+    async def _logprobs(
+        self, sequence: EpisodeSequence, prompt: TeacherPrompt | None, budget: TokenBudget
+    ) -> TeacherLogprobs:
         """Request log-probabilities of one sequence, with retries: float32 of its own tokens, 0 where not sampled.
 
         Raises as `add_logprobs`.
         """
         first, pause_s = int(np.flatnonzero(sequence.loss_mask)[0]), _AGAIN_S
+        ids = sequence.token_ids if prompt is None else prompt.shown(sequence.token_ids)
+        start = first + len(ids) - len(sequence.token_ids)
         while True:
             try:
                 with self._status.waits_on(_TEACHER):
                     async with self._places:
-                        logprobs = await self._ask_until_answered(sequence.token_ids, first)
+                        answer = await self._ask_until_answered(ids, start)
                 break
             except VolleyError as error:
                 _log.warning("the teacher failed an episode", error=str(error), attempt=budget.used + 1)
@@ -140,12 +157,12 @@ class EpisodeTeaching:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_S)
         made = np.zeros(len(sequence.token_ids), np.float32)
-        made[first:] = logprobs
+        made[first:] = answer.logprobs
         made[sequence.loss_mask == 0] = 0.0
         self._status.moved()
-        return made[sequence.shared :]
+        return TeacherLogprobs(made[sequence.shared :], answer.version)
 
-    async def _ask_until_answered(self, ids: np.ndarray, start: int) -> np.ndarray:
+    async def _ask_until_answered(self, ids: np.ndarray, start: int) -> TeacherLogprobs:
         """Repeat a request until it is answered or fails. It counts as one request."""
         if self._budget is not None:
             await retry_while_disk_full(partial(self._budget.spend, len(ids)), self._report_disk)

@@ -17,6 +17,7 @@ import blake3
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.budget import SampledTurn, TokenBudget
+from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.failures import WrongVersion
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.recorder import Recorder
@@ -57,7 +58,7 @@ class SamplingSpec:
     """The episode to run. `sampling` holds temperature, top_p and top_k; `ticket` is 0 for an evaluation.
 
     `routing`: record the experts that tokens are sent to, for the trainer. `barrier`: the episode waits for others
-    before each turn.
+    before each turn. `context` takes what is known of the episode besides its tokens, for a privileged teacher.
     """
 
     env: str
@@ -70,6 +71,7 @@ class SamplingSpec:
     need: VersionBounds
     routing: bool = False
     barrier: TurnBarrier | None = None
+    context: EpisodeContext | None = None
 
 
 @dataclass(slots=True)

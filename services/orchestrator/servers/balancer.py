@@ -25,6 +25,7 @@ import numpy as np
 from shared.clients.rollout import EngineLoad, Generation, RefusedWeights, ServerWeights
 from shared.errors import Party
 from shared.run.lineage import in_lineage
+from shared.teacher_view import TeacherLogprobs
 from shared.types import Lineage, WeightVersion
 
 _OVERLOAD_FACTOR, _OVERLOAD_SLACK = 1.5, 4
@@ -43,6 +44,8 @@ class GenerateClient(Protocol):
         timeout_s: float | None = None,
         routed_from: int | None = None,
     ) -> Generation: ...
+
+    async def score(self, ids: np.ndarray, start: int, *, timeout_s: float | None = None) -> TeacherLogprobs: ...
 
     async def abort(self, rid: str) -> None: ...
 

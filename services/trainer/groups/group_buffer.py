@@ -168,8 +168,12 @@ class GroupBuffer:
         return not self._is_known(entry) and entry.deliveries < MAX_DELIVERIES
 
     def _undone(self, group: Group) -> WeightVersion | None:
-        """Return a version of the group's tokens that is in no lineage."""
-        foreign = (v for v in sampled_by(group) if not in_lineage(v, self._lineage) and not in_log(v, self._forks))
+        """Return a version of the group's tokens or of its teacher that is in no lineage."""
+        foreign = (
+            v
+            for v in sampled_by(group) | group.teachers()
+            if not in_lineage(v, self._lineage) and not in_log(v, self._forks)
+        )
         return next(foreign, None)
 
     def _is_known(self, entry: StreamEntry) -> bool:
@@ -273,7 +277,7 @@ class GroupBuffer:
                 raise DecodeError(f"an episode of {longest} tokens exceeds the longest bucket, {self._rules.longest}")
             if highest >= self._rules.vocab_size:
                 raise DecodeError(f"token id {highest} is outside the vocabulary")
-            if self._rules.has_teacher and trajectory.teacher_logprobs is None:
+            if self._rules.has_teacher and trajectory.teacher_logprobs is None and trajectory.teacher_view is None:
                 raise DecodeError("an episode has no teacher log-probabilities")
             if missing := [name for name in self._rules.components if name not in trajectory.reward_components]:
                 raise DecodeError(

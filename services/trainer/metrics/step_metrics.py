@@ -116,11 +116,15 @@ def of_components(groups: Sequence[Group]) -> dict[str, float]:
 def of_teacher(groups: Sequence[Group]) -> dict[str, float]:
     """Compute `teacher_kl`: reverse KL from the sampling policy to the teacher, mean over sampled tokens (k1, nats).
 
-    Empty without a teacher.
+    With a privileged teacher also `teacher_lacks/NAME`: the number of episodes that it did not score because that
+    information was missing. Empty without a teacher.
     """
+    views = [t.teacher_view for group in groups for t in group.trajectories if t.teacher_view is not None]
+    lacks = Counter(f"teacher_lacks/{name}" for view in views for name in view.lacks)
     shown = [t for group in groups for t in group.trajectories if t.teacher_logprobs is not None]
     n_tokens = sum(t.n_sampled for t in shown)
-    return {"teacher_kl": float(sum(reverse_kl(t).sum() for t in shown)) / n_tokens} if n_tokens else {}
+    kl = {"teacher_kl": float(sum(reverse_kl(t).sum() for t in shown)) / n_tokens} if n_tokens else {}
+    return {**kl, **dict(sorted(lacks.items()))}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

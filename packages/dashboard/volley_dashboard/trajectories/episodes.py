@@ -75,8 +75,9 @@ def _trajectory(one: Trajectory, tokenizer: ChatTokenizer | None, values: TokenV
         "failures": dict(one.failures),
         "timings": dict(one.timings),
         "prompt_len": one.prompt_len,
+        "teacher_lacks": [] if one.teacher_view is None else list(one.teacher_view.lacks),
         "sequences": [
-            _sequence(sequence, tokenizer) | _trained(sequence, values, own[i])
+            _sequence(sequence, tokenizer) | _trained(sequence, values, own[i]) | _taught(one, i, tokenizer)
             for i, sequence in enumerate(one.sequences())
         ],
     }
@@ -97,6 +98,14 @@ def _trained(one: EpisodeSequence, values: TokenValues | None, own: tuple[int, i
     if values.marks is not None and values.weights is not None:
         named |= {"marks": whole(values.marks).astype(int), "weight": whole(values.weights)}
     return {name: [round(value, 5) for value in array.tolist()] for name, array in named.items()}
+
+
+def _taught(one: Trajectory, number: int, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+    """Return the prompt that a privileged teacher was shown of a sequence, if it was shown one."""
+    if one.teacher_view is None or not one.teacher_view.prompts:
+        return {}
+    prompt = one.teacher_view.prompts[number]
+    return {"teacher_prompt": {"text": "".join(texts(prompt.token_ids.tolist(), tokenizer)), "version": prompt.version}}
 
 
 def _sequence(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def external(config: RunConfig) -> dict[str, str]:
     """Addresses of servers that the run uses and Volley does not start."""
     services = config.services
     found = {f"engine {i}": url for i, url in enumerate(config.rollout.engine.urls)}
-    found |= {key: server.url for key, server in services.orchestrator.all_teachers().items()}
+    found |= {key: server.url for key, server in services.orchestrator.foreign_teachers().items()}
     if services.redis_url is not None and not config.is_supervised:
         found["Redis"] = services.redis_url
     return found

@@ -160,6 +160,9 @@ def _group(
             )
         if (version.step > present or not in_lineage(version, ancestors)) and not in_log(version, forks):
             yield ViolationKind.LINEAGE, f"tokens of {version}, which is not an ancestor of {made}"
+    for version in sorted(group.teachers()):
+        if (version.step > present or not in_lineage(version, ancestors)) and not in_log(version, forks):
+            yield ViolationKind.LINEAGE, f"its teacher was {version}, which is not an ancestor of {made}"
     named = line and line["ticket"] == group.ticket and line.get("versions")
     if named and named != [str(sampled[0]), str(sampled[-1])]:
         yield (

@@ -93,7 +93,8 @@ function episodeView(group, episode, state, detail, shown, column) {
     return element("div", {}, name ? element("h3", {}, name) : null, ...sequenceView(group, sequence, state, detail, differs(shown, column, i)));
   });
   const ends = episode.sequences.at(-1).turns.at(-1)?.[2] === "assistant";
-  return element("section", { "aria-label": title }, element("h2", {}, title), ...parts,
+  return element("section", { "aria-label": title }, element("h2", {}, title),
+    episode.teacher_lacks.length ? element("p", { class: "soft" }, `No teacher: it lacked ${episode.teacher_lacks.join(", ")}.`) : null, ...parts,
     ends ? element("p", { class: "soft" }, "Archives hold what the model read and wrote: not the environment's reply to the last answer.") : null);
 }
 
@@ -113,6 +114,10 @@ function sequenceView(group, sequence, state, detail, differsAt) {
   if (turns.length === 0) turns = [[start, sequence.ids.length, "tokens", 0]];
   const made = [];
   let at = start;
+  if (sequence.teacher_prompt) {
+    const { text, version } = sequence.teacher_prompt;
+    made.push(element("details", {}, element("summary", {}, `The teacher's prompt${version ? `, weights ${version}` : ""}`), element("pre", {}, text)));
+  }
   const add = (from, to, role, reward) => {
     const note = `${role}${reward ? `, reward ${number(reward)}` : ""}`;
     const facts = `${to - from} tokens${versionsIn(sequence, from, to)}`;
