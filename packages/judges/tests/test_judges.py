@@ -208,7 +208,7 @@ async def test_several_judges_add_up_and_other_environments_have_none(tmp_path: 
     async with judges(tmp_path, rank={"type": "ranking"}, duel={"type": "pairwise", "weight": -1}) as opened:
         judged = await opened.judges.judge(group_of("a", "aa"))
         assert [t.reward for t in judged.trajectories] == [0.0, 0.0]
-        assert [one.name for one in judged.judgements] == ["rank", "duel"]
+        assert [one.name for one in judged.judgements] == ["duel", "rank"]
         other = replace(group_of("a", "aa"), env="other")
         assert await opened.judges.judge(other) is other
         versioned = await opened.judges.judge(replace(group_of("a", "aa"), env=f"{ENV}@2"))

@@ -66,12 +66,15 @@ class RunJudges:
         try:
             with self._context.status.waits_on("judge"):
                 async with asyncio.TaskGroup() as tasks:
-                    asked = {name: tasks.create_task(self._asked(group, name, judge)) for name, judge in judges.items()}
+                    asked = [
+                        tasks.create_task(self._asked(group, name, judges[name]))
+                        for name in sorted(judges)  # a sum of rewards does not depend on the order of a file
+                    ]
         except* VolleyError as errors:
             failure = first_error(errors)
         else:
             self._context.status.moved()
-            made = [task.result() for task in asked.values()]
+            made = [task.result() for task in asked]
             return _rewarded(group, [rewards for _, rewards in made], tuple(one for one, _ in made))
         self._context.status.episode_failed(group.env, failure)
         failure.add_note(f"from a judge of {group.env}")
