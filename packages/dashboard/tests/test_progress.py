@@ -101,6 +101,19 @@ def test_services_that_are_stopped_are_named_until_they_have_ended(phases: RunPh
     assert phases.rows() == [PhaseRow("stopping", "redis, env, rollout-0, orchestrator")]
 
 
+def test_services_that_wait_for_others_to_end_are_not_shown_as_starting(phases: RunPhases, clock: Clock) -> None:
+    start(phases, clock)
+    for name in SERVICES[2:]:
+        phases.service(name, "stopping")
+        phases.service(name, "down")
+    assert phases.rows() == [PhaseRow("stopping", "redis, env")]
+    phases.service("env", "stopping")
+    phases.service("env", "down")
+    assert phases.rows() == [PhaseRow("stopping", "redis")]
+    phases.service("env", "starting")
+    assert phases.rows()[0].name == "services"
+
+
 def test_a_warm_start_tells_its_loss_and_the_time_left(phases: RunPhases, clock: Clock) -> None:
     phases.activity(Activity({}, {"phase": "warm start", "waiting_for": "env: no such task yet"}))
     assert phases.rows() == [PhaseRow("warm start", "env: no such task yet")]

@@ -42,6 +42,7 @@ class RunPhases:
         self._services: dict[str, ServiceState] = {}
         self._since: dict[str, float] = {}
         self._answered = False
+        self._stopping = False
         self._activity = Activity()
         self._sft: list[Record] = []
         self._steps: list[Record] = []
@@ -49,6 +50,7 @@ class RunPhases:
 
     def service(self, name: str, state: ServiceState) -> list[str]:
         self._services[name] = state
+        self._stopping = state == "stopping" or (self._stopping and state == "down")
         if state in ("pending", "starting"):
             self._since.setdefault("services", self._clock())
         if state == "starting":
@@ -87,10 +89,9 @@ class RunPhases:
 
     def rows(self) -> list[PhaseRow]:
         """Current phases: services, trainer, evaluations, then what the run waits for."""
-        states = set(self._services.values())
-        if "stopping" in states or (self._answered and states == {"down"}):
+        if self._stopping or (self._answered and set(self._services.values()) == {"down"}):
             left = [name for name, state in self._services.items() if state not in ("down", "pending")]
-            return [PhaseRow("stopping", f"{', '.join(left)}" if left else "")]
+            return [PhaseRow("stopping", ", ".join(left))]
         rows = [*self._service_rows(), *self._trainer_rows(), *self._evaluation_rows()]
         return [*rows, PhaseRow("waiting", self._waiting)] if self._waiting else rows
 
