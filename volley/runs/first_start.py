@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
@@ -39,7 +41,13 @@ def check_files(was: Flat, loaded: LoadedConfig, folder: RunFolder) -> None:
         return
     made_of = ", ".join(source.made_of) or source.path.name
     raise ConfigError(
-        f"{made_of}: a file, or an option that reads it, has changed since the run began (data.env was {before}, now"
-        f" {env})",
-        f"`volley up {quoted(folder.path)}` continues with the run's own copy; for a new run add run.name=…",
+        f"{made_of}: the run began with other files, other contents, or other options that read them",
+        f"for a new run add run.name={_free_name(folder)}; `volley up {quoted(folder.path)}` continues with the run's own"
+        " copy",
     )
+
+
+def _free_name(folder: RunFolder) -> str:
+    """Return the run's name with the first number that no folder beside it has."""
+    names = (f"{folder.name}-{n}" for n in itertools.count(2))
+    return next(name for name in names if not (folder.path.parent / name).exists())

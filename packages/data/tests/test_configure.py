@@ -175,12 +175,12 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
         ("rewards.py:text", "returned the text '1'; it must return a number"),
         ("rewards.py:misses", r"misses of rewards\.py raised KeyError: 'bb' \(line \d+\); the row has prompt, a"),
         ("rewards.py:few", "returned 0 values for 1 answer"),
-        ("rewards.py:sleeps", r"sleeps of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the answer"),
+        ("rewards.py:sleeps", r"sleeps of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the made-up answer"),
         (
             "rewards.py:waits_long",
-            r"waits_long of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the answer",
+            r"waits_long of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the made-up answer",
         ),
-        ("rewards.py:hangs_at_42", r"took longer than 4 s, on words\.csv, line \d+ with the answer '<answer>42"),
+        ("rewards.py:hangs_at_42", r"took longer than 4 s, on words\.csv, line \d+ with the made-up answer '<answer>42"),
         ("rewards.py:exits", r"exits of rewards\.py raised SystemExit: 3 \(line \d+\), on words\.csv, line \d+ with"),
         (
             "rewards.py:huge",
@@ -300,7 +300,8 @@ def test_a_run_whose_data_has_changed_is_refused_by_its_files(here: Path) -> Non
     with claimed(made(overrides=["model.initial_weights=random"])):
         pass
     (here / "words.csv").write_text("prompt,a\nSay apple.,apple\nSay dog.,dog\n", encoding="utf-8")
-    expected = r"words\.csv, rewards\.py: a file, or an option that reads it, has changed since .*`volley up .*/words`"
+    (claim.folder.path.parent / "words-2").mkdir()
+    expected = r"words\.csv, rewards\.py: the run began with other files.*add run\.name=words-3; `volley up .*/words`"
     with (
         pytest.raises(ConfigError, match=expected),
         claimed(made(overrides=["model.initial_weights=random"])),
@@ -445,8 +446,13 @@ def test_a_model_that_writes_calls_otherwise_is_refused(here: Path) -> None:
 
 def test_a_tool_without_a_description_is_named(here: Path) -> None:
     (here / "tools.py").write_text(TOOLS.replace("name: Whose", ""), encoding="utf-8")
-    with pytest.raises(ConfigError, match="the tool look_up does not describe name"):
+    with pytest.raises(ConfigError, match=r"^tools\.py: the docstring of the tool look_up does not describe name"):
         made("tools.py:counted", tools="tools.py:Book")
+    with pytest.raises(ConfigError, match=r"^tools\.py: the docstring of the tool look_up does not describe name"):
+        made(tools="tools.py:Book")
+    (here / "tools.py").write_text("import no_such_module\n" + TOOLS, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^tools\.py: ModuleNotFoundError.*line 1"):
+        made(tools="tools.py:Book")
 
 
 @pytest.mark.parametrize("command", [["plan"], ["config", "show"]])

@@ -70,7 +70,8 @@ def configure(
     if not archive.is_file():
         archive.parent.mkdir(parents=True, exist_ok=True)
         replace(archive, packed.content)
-    checked = trial.check(packed.content, archive.parent, ", ".join(one.file.name for one in rewards))
+    named = ", ".join(one.file.name for one in rewards)
+    checked = trial.check(packed.content, archive.parent, named, box.file.name if box else "")
     loaded = configuration.load(config, overrides, given={**given, "data": {"env": str(archive)}})
     held = [eval_data] if eval_data and Path(eval_data).exists() else []
     loaded = _made_of(loaded, [data, *held, *(one.file for one in rewards), *([box.file] if box else [])])

@@ -28,11 +28,12 @@ class RewardTrial:
     tools: int = 0
 
 
-def check(content: bytes, folder: Path, shown: str) -> RewardTrial:
+def check(content: bytes, folder: Path, rewards: str, tools: str = "") -> RewardTrial:
     """Check an archive in this machine's sandbox, once. Raises ConfigError with the first mistake.
 
     Args:
         folder: where the archive is; a file there says that it has passed.
+        rewards, tools: names of the files, for errors.
     """
     if (passed := folder / _PASSED).is_file():
         return RewardTrial(**orjson.loads(passed.read_bytes()))
@@ -40,13 +41,13 @@ def check(content: bytes, folder: Path, shown: str) -> RewardTrial:
     loads = _failed(packed, {"check": True})
     match = _CHECKED.search(loads[1] if loads else "")
     if match is None:
-        raise ConfigError(f"{shown}: {_one_line(loads)}", (loads and loads[2]) or "correct the file")
+        raise ConfigError(_one_line(loads, rewards, tools), (loads and loads[2]) or "correct the file")
     found: dict[str, Any] = orjson.loads(match[1])
     if "wrong" in found:
         wrong = str(found["wrong"])
-        raise ConfigError(wrong, missing_package(wrong) or "correct the reward")
+        raise ConfigError(wrong, missing_package(wrong) or "correct the reward; an answer may be any text")
     if failed := _failed(packed, {}):
-        raise ConfigError(f"{shown}: {_one_line(failed)}", failed[2])
+        raise ConfigError(_one_line(failed, rewards, tools), failed[2])
     trial = RewardTrial(**found)
     passed.write_bytes(orjson.dumps(trial))
     return trial
@@ -61,10 +62,13 @@ def _failed(packed: Content, config: Mapping[str, Any]) -> tuple[str, str, str] 
     return None if failed is None else (failed["name"], failed["detail"], failed["hint"])
 
 
-def _one_line(failed: tuple[str, str, str] | None) -> str:
-    """The error and its place in the user's file."""
+def _one_line(failed: tuple[str, str, str] | None, rewards: str, tools: str) -> str:
+    """The file that failed, the error and its place there."""
     if failed is None:
-        return "the check of the rewards did not end"
+        return f"{rewards}: the check of the rewards did not end"
     lines = [line.strip() for line in failed[1].splitlines()]
     own = [line for line in lines[1:] if "volley_rows.py" not in line and "volley_tools.py" not in line]
-    return " ".join([lines[0].removeprefix("NoTool: ").removeprefix("WrongReward: "), *own[-1:]])
+    place = " ".join(own[-1:])
+    of_tools = tools and (lines[0].startswith("NoTool: ") or f'"{tools}"' in place)
+    error = lines[0].removeprefix("NoTool: ").removeprefix("WrongReward: ")
+    return f"{tools if of_tools else rewards}: {error} {place}".rstrip()

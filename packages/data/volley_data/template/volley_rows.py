@@ -120,7 +120,7 @@ class OwnRows:
         for split, size in self.splits.items():
             for index in range(size):
                 row, text = row_of(split, index), SAMPLES[n % len(SAMPLES)]
-                self.at = f"{row['place']} with the answer {text!r}"
+                self.at = f"{row['place']} with the made-up answer {text!r}"
                 started = time.monotonic()
                 if self.toolbox:
                     self.begin(row)
@@ -154,7 +154,7 @@ class OwnRows:
     async def alone(self, spec, function, row, group):
         found = []
         for one in group:
-            self.at = f"{row['place']} with the answer {one[0]!r}"
+            self.at = f"{row['place']} with the made-up answer {one[0]!r}"
             with limited(spec["shown"], self.limit_s):
                 found.append((await call(spec, function, row, [one], self.toolbox))[0])
         return found
