@@ -175,12 +175,15 @@ def _of_command(
     called = getattr(arguments, "called", "")
     part = subcommands(whole).get(called)
     options = [one for one in getattr(part, "_option_string_actions", ()) if one.startswith("--")]
-    wrong = next((one for one in late if one.startswith("--")), "")
+    wrong = next((one for one in late if re.match(r"--?\w\w", one)), "")
     name, equals, value = wrong.partition("=")
     if wrong and not equals:
         value = next(iter(given[given.index(wrong) + 1 :]), "")
+    name = f"--{name.lstrip('-')}" if wrong else ""
     if name in _OF_DATA and (absent := packages.missing("own_data.options")):
         return f"{name}: {absent}"
+    if name in options:  # given with one dash
+        return f"did you mean {name}?"
     if takes and name and (meant := _setting_of(name, "" if value.startswith("--") else value, takes, called)):
         return meant
     if near := get_close_matches(name, [one for one in options if one != "--help"], n=1):
@@ -201,8 +204,8 @@ def _setting_of(option: str, value: str, takes: str, called: str) -> str | None:
 
 
 def _setting(argument: str) -> str:
-    """Return `--key.path=value` as `key.path=value`, and any other argument as it is."""
-    return argument[2:] if re.match(r"--\w+(\.\w+)+=", argument) else argument
+    """Return `--key.path=value`, also with one dash, as `key.path=value`, and any other argument as it is."""
+    return argument.lstrip("-") if re.match(r"--?\w+(\.\w+)+=", argument) else argument
 
 
 def parser(called: str | None = None) -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
         made = Path("models") / folder.stem
         raise ConfigError(
             f"model.path {path} is a GGUF file, not a folder",
-            f"`volley model get {quoted(path)} {quoted(str(made))}` converts it; then say model.path={made}",
+            f"`volley model get {quoted(path)} {quoted(str(made))}` converts it; then name {quoted(str(made))}",
         )
     if path.startswith((".", "/")) or path.count("/") != 1 or folder.parent.is_dir():
         raise ConfigError(f"model.path {path} is no folder", _local_hint(folder))
@@ -72,9 +72,7 @@ def _local_hint(missing: Path) -> str:
         return f"did you mean {quoted(str(missing.with_name(near[0])))}?"
     if "smollm2" in missing.name.lower():
         path = missing if missing.parent.name else Path("models") / missing
-        return (
-            f"`volley model get smollm2 {quoted(path)}` makes a model of that name; then say model.path={quoted(path)}"
-        )
+        return f"`volley model get smollm2 {quoted(path)}` makes a model of that name; then name {quoted(path)}"
     return "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
 
 

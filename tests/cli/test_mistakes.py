@@ -78,6 +78,8 @@ MISTAKES = [
     ([*TRAIN, "--beta=0.04"], _OPTION.format("beta=0.04", "algorithm.beta=0.04; for DPO dpo.beta")),
     (["train", "--model", "x"], "unrecognized arguments: --model\n  the model has no option: write `volley train x`\n"),
     (["train", "x", "--agent", "x.py"], "unrecognized arguments: --agent x.py\n  did you mean --env?\n"),
+    (["train", "x", "-data", "p.csv"], "unrecognized arguments: -data p.csv\n  did you mean --data?\n"),
+    ([*TRAIN, "-trainer.max_step=4"], "unknown key trainer.max_step: did you mean trainer.max_steps?\n"),
     (["train", "x", "--reward_funcs", "r.py"], "unrecognized arguments: --reward_funcs r.py\n  give --reward r.py\n"),
     (["train", QUICKSTART], f"{QUICKSTART} is a model, not a run\n  add --data FILE --reward FILE.py, or --env FILE\n"),
     (["train", "x", "p.csv", "r.py"], "x is a model, not a run\n  add --data p.csv --reward r.py\n"),

@@ -12,6 +12,7 @@ from shared import packages
 from shared.errors import ConfigError, Unavailable
 from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
+from shared.visible import quoted
 from volley.printing import print_result
 
 _GGUF = ".gguf"
@@ -52,7 +53,9 @@ def main(name: str, folder: Path) -> int:
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    print_result({"folder": folder, "name": name}, f"{folder} holds {name}; start a run with model.path={folder}")
+    train = f"volley train {quoted(folder)} --data FILE --reward FILE.py"
+    text = f"{folder} holds {name}\nnext: {train}, or volley serve {quoted(folder)}"
+    print_result({"folder": folder, "name": name}, text)
     return 0
 
 
