@@ -54,9 +54,7 @@ def check(
         elif any(map(_OF_ARRAYS.fullmatch, expected)):
             detail = f"it has no {_ORBAX}, but the log has a checksum of its parameters"
             violations += [_of(folder, one, detail)] if _is_there(folder, one) else []
-    absent = [str(one.version) for one in found if str(one.version) not in readable and _is_there(folder, one)]
-    why = "no commit record or line of metrics has their checksum, or they are not Orbax arrays"
-    missing = [f"parameters of {', '.join(absent)}: {why}"] if absent else []
+    missing = _not_compared(folder, [one for one in found if str(one.version) not in readable])
     if not readable:
         return violations, missing
     answer = _answer(folder, [*readable])
@@ -67,6 +65,15 @@ def check(
         for name, one in readable.items()
         if (why := _differs(answer, name, witnesses[one.version])) is not None and _is_there(folder, one)
     ], missing
+
+
+def _not_compared(folder: RunFolder, absent: Sequence[RetainedCheckpoint]) -> list[str]:
+    """Sentences on retained checkpoints whose parameters cannot be compared."""
+    names = [str(one.version) for one in absent if _is_there(folder, one)]
+    arrays = [name for name in names if (folder.checkpoints / name / _ORBAX).exists()]
+    others = [name for name in names if name not in arrays]
+    whys = {"no step recorded their checksum; a run's first weights have none": arrays, "no Orbax arrays": others}
+    return [f"parameters of {', '.join(found)}: {why}" for why, found in whys.items() if found]
 
 
 def _is_there(folder: RunFolder, one: RetainedCheckpoint) -> bool:
