@@ -175,12 +175,18 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
         ("rewards.py:text", "returned the text '1'; it must return a number"),
         ("rewards.py:misses", r"misses of rewards\.py raised KeyError: 'bb' \(line \d+\); the row has prompt, a"),
         ("rewards.py:few", "returned 0 values for 1 answer"),
-        ("rewards.py:sleeps", r"sleeps of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the made-up answer"),
+        (
+            "rewards.py:sleeps",
+            r"sleeps of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the made-up answer",
+        ),
         (
             "rewards.py:waits_long",
             r"waits_long of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the made-up answer",
         ),
-        ("rewards.py:hangs_at_42", r"took longer than 4 s, on words\.csv, line \d+ with the made-up answer '<answer>42"),
+        (
+            "rewards.py:hangs_at_42",
+            r"took longer than 4 s, on words\.csv, line \d+ with the made-up answer '<answer>42",
+        ),
         ("rewards.py:exits", r"exits of rewards\.py raised SystemExit: 3 \(line \d+\), on words\.csv, line \d+ with"),
         (
             "rewards.py:huge",
