@@ -42,8 +42,7 @@ def check_files(was: Flat, loaded: LoadedConfig, folder: RunFolder) -> None:
     made_of = ", ".join(source.made_of) or source.path.name
     raise ConfigError(
         f"{made_of}: the run began with other files, other contents, or other options that read them",
-        f"for a new run add run.name={_free_name(folder)}; `volley up {quoted(folder.path)}` continues with the run's own"
-        " copy",
+        f"for a new run add run.name={_free_name(folder)}; `volley up {quoted(folder.path)}` continues this one",
     )
 
 
