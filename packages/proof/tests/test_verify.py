@@ -24,6 +24,7 @@ from shared.run import archive, checkpoint_files, commits, ledger, trust
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange
+from shared.teacher_view import TeacherPrompt, TeacherView
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import begun, configured
@@ -233,6 +234,19 @@ def train_on_future_weights(run: RunFolder) -> None:
     edit_archive(run, 4, lambda groups: groups.__setitem__(1, group(10, E2[4])))
 
 
+def learn_from_undone_weights(run: RunFolder) -> None:
+    """The tokens are of this lineage, and those of the privileged teacher are not."""
+
+    def taught(groups: list[Group]) -> None:
+        one = groups[0].trajectories[0]
+        view = TeacherView((TeacherPrompt(one.token_ids[:1], one.prompt_len, "e000001-s000003"),) * len(one.lengths()))
+        branches = tuple(replace(branch, teacher_logprobs=branch.logprobs) for branch in one.branches)
+        made = replace(one, teacher_logprobs=one.logprobs, teacher_view=view, branches=branches)
+        groups[0] = replace(groups[0], trajectories=(made, *groups[0].trajectories[1:]))
+
+    edit_archive(run, 4, taught)
+
+
 def repeat_metrics(run: RunFolder) -> None:
     run.metrics.write_bytes(run.metrics.read_bytes() + run.metrics.read_bytes().splitlines(keepends=True)[2])
 
@@ -341,6 +355,7 @@ PLANTED = [
     (train_on_stale_tokens, ViolationKind.STALENESS, {"ticket": 11, "step": 5}),
     (train_on_undone_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
     (train_on_future_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
+    (learn_from_undone_weights, ViolationKind.LINEAGE, {"step": 4}),
     (train_a_token_of_a_branch_twice, ViolationKind.DOUBLY_TRAINED, {"step": 1}),
     (leave_out_a_token_of_a_branch, ViolationKind.METRICS, {"step": 1, "file": "archive/e000001/s000001.zst"}),
     (repeat_metrics, ViolationKind.METRICS, {"file": "metrics.jsonl"}),
