@@ -35,11 +35,14 @@ from volley.runs.run_file import read_record
 
 MODULE = """
 from contextlib import contextmanager
+from typing import Literal
 
 from fastapi import APIRouter
 
 from services.env.extension import Extension
 
+from shared.algorithm_base import GroupSection
+from shared.algorithm_kinds import AlgorithmKind
 from shared.backend_kinds import BackendKind
 from shared.engine_kinds import EngineKind
 from shared.run_config import value_of
@@ -77,6 +80,13 @@ class LineSink:
 class WordSection(PackageSection):
     "A word."
     word: str = "hello"
+
+class HumSection(GroupSection):
+    "A tune."
+    name: Literal["hum"]
+    volume: int = 7
+
+ALGORITHM = AlgorithmKind(HumSection, "fictitious:Hum")
 
 @contextmanager
 def say(folder, config):
@@ -120,6 +130,8 @@ word = fictitious:prove
 parrot = fictitious:ENGINE
 [volley.backends]
 lute = fictitious:BACKEND
+[volley.algorithms]
+hum = fictitious:ALGORITHM
 """
 SERVE = """
 import asyncio, sys
@@ -153,9 +165,9 @@ load(["configs/chaos.yaml"])
 print(*kinds())
 print(engine_kinds.names(), backend_kinds.names())
 print("verify" in all_commands())
-for path, mode in (("quickstart", "rl"), ("chaos", "sft")):
+for path, setting in (("quickstart", "mode=rl"), ("chaos", "mode=sft"), ("chaos", "algorithm.name=dppo")):
     try:
-        load([f"configs/{path}.yaml"], [f"mode={mode}"])
+        load([f"configs/{path}.yaml"], [setting])
     except ConfigError as error:
         print(error.detail)
 """
@@ -253,6 +265,13 @@ def test_its_backend_says_what_it_cannot_train_with(site: Path) -> None:
     assert "trainer.backend=lute: it has no words, or use trainer.backend=volley" in refused.stderr
 
 
+def test_its_algorithm_has_a_section_with_checked_keys(site: Path) -> None:
+    shown = volley(site, "config", "show", *SETTINGS, "algorithm.name=hum", "algorithm.volume=3").stdout
+    assert re.search(r"^algorithm.volume +3 +command line$", shown, re.MULTILINE)
+    wrong = volley(site, "config", "show", *SETTINGS, "algorithm.name=hun")
+    assert "algorithm.name='hun': did you mean hum?" in wrong.stderr
+
+
 def test_its_key_stands_among_those_of_the_core(site: Path) -> None:
     shown = volley(site, "config", "show", *SETTINGS, "run.shout=true").stdout
     assert re.search(r"^run.shout +True +command line$", shown, re.MULTILINE)
@@ -319,7 +338,8 @@ def test_the_core_loads_without_any_package() -> None:
     )
     absent = "it belongs to the package volley-rl-supervised, which is not installed"
     shown = f"frozen_lake\n['sglang_jax'] ['volley']\nFalse\nunknown key sft: {absent}\nmode=sft: {absent}\n"
-    assert done.stdout == shown, done.stderr
+    absent = "it belongs to the package volley-rl-algorithms, which is not installed"
+    assert done.stdout == f"{shown}algorithm.name='dppo': {absent}\n", done.stderr
 
 
 def test_the_env_service_plays_without_any_package(site: Path, tmp_path: Path) -> None:
