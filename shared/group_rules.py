@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shared.seats import of_each_seat
 from shared.types import Group
 
 type GroupRule = Callable[[Group], str | None]
@@ -40,26 +41,31 @@ def of_trained(rule: GroupRule, group: Group, *, mask_truncated: bool) -> str | 
     return rule(kept)
 
 
-def rewards(group: Group) -> np.ndarray:
-    """Return the rewards of the episodes, float64 [G]."""
-    return np.array([one.reward for one in group.trajectories], np.float64)
+def rewards(group: Group) -> list[np.ndarray]:
+    """Return the rewards of the episodes, float64 [G], or of each seat in the episodes where it moved."""
+    return [np.array([one.reward for one in seat], np.float64) for seat in of_each_seat(group).values()]
 
 
 def has_variance(group: Group) -> bool:
-    """True if the episodes' rewards differ by more than rounding; otherwise group-relative advantages are 0."""
-    return bool(group.trajectories) and not are_equal(rewards(group))
+    """True if rewards of one seat differ by more than rounding; otherwise group-relative advantages are 0.
+
+    Without seats, they are the rewards of the episodes.
+    """
+    return not all(map(are_equal, rewards(group)))
 
 
 def zero_variance(group: Group) -> str | None:
     """Reject a group with equal rewards: its group-relative advantages are 0."""
     if has_variance(group):
         return None
-    return f"all {len(group.trajectories)} rewards are {group.trajectories[0].reward:g}"
+    first = group.trajectories[0]
+    of_seat = " of each seat are equal" if first.seats else f" are {first.reward:g}"
+    return f"all {len(group.trajectories)} rewards{of_seat}"
 
 
 def min_reward(group: Group, threshold: float) -> str | None:
-    """Reject a group without a reward above the threshold."""
-    best = float(rewards(group).max())
+    """Reject a group without a reward above the threshold, of an episode or of a seat."""
+    best = max(float(one.max()) for one in rewards(group))
     return None if best > threshold else f"the best reward is {best:g}, not above {threshold:g}"
 
 

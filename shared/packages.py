@@ -62,7 +62,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
-    **dict.fromkeys(("own", "reinforce_plus_plus", "rule_checks", "sao", "sapo"), "volley-rl-algorithms"),
+    **dict.fromkeys(("own", "rae", "reinforce_plus_plus", "rule_checks", "sao", "sapo"), "volley-rl-algorithms"),
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",

@@ -10,7 +10,8 @@
 - the three arrays have one length T, and no token of the prompt is sampled;
 - `routed_experts`, if present, covers the first n positions, n <= T;
 - each branch begins with tokens of an earlier sequence and keeps the rules above for its own tokens, of which at least
-  one is sampled. So each sampled token of an episode is stored, and in the loss, once.
+  one is sampled. So each sampled token of an episode is stored, and in the loss, once;
+- `seats`, if present, names the seat of each sequence; a branch belongs to the seat of its parent.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ MAX_MESSAGE = 2**20
 """Largest message, in characters, that the environment service accepts."""
 MAX_GROUP_OBJECTS = 2**21
 """Largest number of values in a group; 64 episodes of a thousand assistant messages each stay below it."""
+MAX_SEAT = 64
+"""Most characters of the name of a seat."""
 MAX_BRANCHES = 1023
 """Most branches of an episode."""
 MAX_TREE_TOKENS = 2**22
@@ -84,7 +87,8 @@ class Trajectory:
     the model's mistake, `failures` counts failed attempts of the episode by error class (see shared.outcomes).
 
     An episode of several sequences has `branches` (absent on the wire without); reward, success, status and end are
-    those of the whole episode.
+    those of the whole episode. In an episode with seats (a game that the policy plays against itself), `seats` names
+    the seat of each sequence, sequence 0 first (absent on the wire without); see shared.seats.
     """
 
     ticket: int
@@ -110,6 +114,7 @@ class Trajectory:
     routed_experts: np.ndarray | None = None
     branches: tuple[Branch, ...] = ()
     teacher_view: TeacherView | None = None
+    seats: tuple[str, ...] = ()
 
     @property
     def n_sampled(self) -> int:
@@ -168,6 +173,7 @@ class Trajectory:
         self._validate_branches()
         if self.teacher_view is not None:
             self.teacher_view.validate(self.lengths(), is_scored=self.teacher_logprobs is not None)
+        self._validate_seats()
         turns = [turn for one in (self, *self.branches) for turn in one.turns]
         rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in turns)]
         require_trainable(all(map(math.isfinite, rewards)), "nonfinite_reward", self.sample_index)
@@ -191,6 +197,17 @@ class Trajectory:
             known.append(min(branch.shared, known_before) + _n_routed(branch))
             require(known[-1] <= lengths[number], "there are experts of more positions than there are")
         self._validate_alike()
+
+    def _validate_seats(self) -> None:
+        if not self.seats:
+            return
+        require(len(self.seats) == 1 + len(self.branches), "an episode with seats lacks the seat of a sequence")
+        require(all(0 < len(seat) <= MAX_SEAT and seat.isprintable() for seat in self.seats), "a seat has no name")
+        parents = (self.seats[branch.parent] if branch.parent >= 0 else None for branch in self.branches)
+        require(
+            all(parent in (None, seat) for parent, seat in zip(parents, self.seats[1:], strict=True)),
+            "a branch continues a sequence of another seat",
+        )
 
     def _validate_alike(self) -> None:
         """Check that all sequences have a teacher's log-probabilities or none, and experts of one shape and type."""
@@ -295,6 +312,9 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         record["teacher_view"] = trajectory.teacher_view.to_wire()
     if trajectory.branches:
         record["branches"] = [branch_record(branch) for branch in trajectory.branches]
+    del record["seats"]
+    if trajectory.seats:
+        record["seats"] = list(trajectory.seats)
     return record
 
 
@@ -318,6 +338,7 @@ def _trajectory(record: Any) -> Trajectory:
         failures=read_counts(record.get("failures", {})),
         branches=tuple(read_branch(one) for one in record.get("branches", ())),
         teacher_view=read_view(record.get("teacher_view")),
+        seats=tuple(read_text(one) for one in record.get("seats", ())),
         **read_tokens(record),
     )
 

@@ -77,6 +77,20 @@ class GradableEpisode(Protocol):
         ...
 
 
+@runtime_checkable
+class SeatedEpisode(Protocol):
+    """A game of several players: `seats` are their names, empty for one player; `seat` answers the opening.
+
+    A step's `info.seat` names the seat that answers next. The last one's `info.rewards` has the reward of each.
+    """
+
+    @property
+    def seats(self) -> Sequence[str]: ...
+
+    @property
+    def seat(self) -> str: ...
+
+
 class AgentSpec(BaseModel):
     """How episodes of an agent are played.
 

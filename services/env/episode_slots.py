@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from services.env.backend import AgentPlayed, LiveEpisode
+from services.env.backend import AgentPlayed, LiveEpisode, SeatedEpisode
 from services.env.catalogue import CatalogueEntry
 from services.env.episode_types import Message, StepResult
 from shared.errors import Conflict, VolleyError
@@ -57,7 +57,8 @@ class EpisodeRequest:
 class EpisodeSlot:
     """One episode and its answers so far.
 
-    `episode` is None until the reset has run; `played_by` is the same without rewards, if an agent plays it.
+    `episode` is None until the reset has run; `played_by` is the same without rewards, if an agent plays it, and
+    `seated` if it has seats.
     """
 
     id: str
@@ -70,6 +71,7 @@ class EpisodeSlot:
     tools: Sequence[Mapping[str, Any]] = ()
     episode: LiveEpisode | None = None
     played_by: AgentPlayed | None = None
+    seated: SeatedEpisode | None = None
     over: bool = False
     failure: VolleyError | None = None
     answers: dict[str, tuple[str, StepResult]] = field(default_factory=dict[str, tuple[str, StepResult]])

@@ -21,7 +21,14 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-from services.env.backend import AgentPlayed, LiveEpisode, ModelAddress, ProgramState, finish_early
+from services.env.backend import (
+    AgentPlayed,
+    LiveEpisode,
+    ModelAddress,
+    ProgramState,
+    SeatedEpisode,
+    finish_early,
+)
 from services.env.episode_slots import EpisodeCall, EpisodeRequest, EpisodeSlot, EpisodeWatcher
 from services.env.episode_types import Message, StepResult, assistant, fingerprint
 from services.env.extension import AddedRewards
@@ -263,6 +270,7 @@ class Episodes:
             with self._watched(slot, 0):
                 episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
             slot.played_by = episode if isinstance(episode, AgentPlayed) else None
+            slot.seated = episode if isinstance(episode, SeatedEpisode) and episode.seats else None
             slot.episode = episode if self._rewards is None else self._rewards.wrap(entry.name, episode)
         except VolleyError as error:
             slot.failure = error

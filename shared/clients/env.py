@@ -36,6 +36,7 @@ class Opening:
     `agent`: the episode is played by a program that `run_program` starts, or by an external agent; None if it is played
     in steps.
     `timeout_s`: seconds that the program may take. `judged`: `finish` gives the reward of an agent's episode.
+    `seats`: names of the players, of which `seat` answers first; empty if the episode has one conversation.
     """
 
     episode_id: str
@@ -46,6 +47,8 @@ class Opening:
     agent: AgentKind | None = None
     timeout_s: float = 0.0
     judged: bool = True
+    seats: Sequence[str] = ()
+    seat: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class StepReply:
 
     `hints` are texts of `info` that a privileged teacher may be shown, by name (HINTS).
     `fault` is the model's mistake in this turn, if any. `closed`: the episode is over, and the service forgets it by
-    itself; services that do not say so want it deleted.
+    itself; services that do not say so want it deleted. In an episode with seats, `seat` answers next, and the last
+    reply has the `rewards` of all seats.
     """
 
     messages: Sequence[Message]
@@ -80,6 +84,8 @@ class StepReply:
     fault: Fault | None = None
     closed: bool = False
     hints: Mapping[str, str] = field(default_factory=dict[str, str])
+    seat: str | None = None
+    rewards: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +165,7 @@ class EnvClient(HttpClient):
         """Start an episode; `seed` drives its randomness after the task is chosen. Raises NotFound."""
         body = {"request_id": request_id, "env": env, "split": split, "index": index, "seed": seed}
         answer = await self.post("/episodes", body)
-        return _read(
-            lambda: Opening(
-                str(answer["episode_id"]),
-                str(answer["task"]),
-                list(answer["messages"]),
-                list(answer.get("tools") or ()),
-                bool((info := answer.get("info") or {}).get("scored_at_end", False)),
-                next((kind for kind in AGENT_KINDS if kind == info.get("agent")), None),
-                float(info.get("timeout_s", 0.0)),
-                bool(info.get("judged", True)),
-            )
-        )
+        return _read(lambda: _opening(answer))
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepReply:
         """Send the assistant's message and return the environment's reply. Raises NotFound for an unknown episode."""
@@ -207,6 +202,23 @@ class EnvClient(HttpClient):
         await self.delete(f"/episodes/{episode_id}")
 
 
+def _opening(answer: Mapping[str, Any]) -> Opening:
+    info = answer.get("info") or {}
+    seats = [str(seat) for seat in info.get("seats") or ()]
+    return Opening(
+        str(answer["episode_id"]),
+        str(answer["task"]),
+        list(answer["messages"]),
+        list(answer.get("tools") or ()),
+        bool(info.get("scored_at_end", False)),
+        next((kind for kind in AGENT_KINDS if kind == info.get("agent")), None),
+        float(info.get("timeout_s", 0.0)),
+        bool(info.get("judged", True)),
+        seats,
+        seats[seats.index(info["seat"])] if seats else "",
+    )
+
+
 def _demonstration(answer: Mapping[str, Any]) -> DemonstrationReply:
     return DemonstrationReply(list(answer["messages"]), list(answer.get("tools") or ()))
 
@@ -223,6 +235,7 @@ def _program(answer: Mapping[str, Any]) -> ProgramReply:
 
 def _step(answer: Mapping[str, Any]) -> StepReply:
     info = answer.get("info") or {}
+    seat, rewards = info.get("seat"), info.get("rewards")
     return StepReply(
         messages=list(answer["messages"]),
         reward=float(answer["reward"]),
@@ -233,6 +246,8 @@ def _step(answer: Mapping[str, Any]) -> StepReply:
         fault=next((fault for fault in FAULTS if fault == info.get("error")), None),
         closed=answer.get("closed") is True,
         hints={name: str(info[name]) for name in HINTS if _is_text(info.get(name))},
+        seat=seat if isinstance(seat, str) else None,
+        rewards={str(k): float(v) for k, v in rewards.items()} if isinstance(rewards, Mapping) else None,
     )
 
 

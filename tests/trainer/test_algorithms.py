@@ -274,7 +274,7 @@ OF_NAME = {
     "mopd": {"outcome_coef": 1.0},
     "own": {"loss": RULES["algorithm.loss"]},
 }
-WITHOUT_REWARD = ("gdpo", "on_policy_distillation")
+WITHOUT_REWARD = ("gdpo", "on_policy_distillation", "rae")
 NORMALIZED = {"reward_normalization": {"grouping": "batch", "method": "mean_std"}}
 OF_REWARDS = ({"credit": "turn"}, {"credit": RULES["algorithm.credit"]}, NORMALIZED, {"beta": 0.1, "kl_in": "reward"})
 CASES = [

@@ -10,6 +10,7 @@ from volley_algorithms.sections import (
     MopdSection,
     OnPolicyDistillationSection,
     OwnSection,
+    RaeSection,
     ReinforcePlusPlusSection,
     SaoSection,
     SapoSection,
@@ -25,6 +26,7 @@ ON_POLICY_DISTILLATION = AlgorithmKind(
     OnPolicyDistillationSection, "volley_algorithms.on_policy_distillation:OnPolicyDistillation"
 )
 OWN = AlgorithmKind(OwnSection, "volley_algorithms.rules.own:Own")
+RAE = AlgorithmKind(RaeSection, "volley_algorithms.rae:Rae")
 REINFORCE_PLUS_PLUS = AlgorithmKind(ReinforcePlusPlusSection, "volley_algorithms.reinforce_plus_plus:ReinforcePlusPlus")
 SAO = AlgorithmKind(SaoSection, "volley_algorithms.sao:Sao")
 SAPO = AlgorithmKind(SapoSection, "volley_algorithms.sapo:Sapo")

@@ -66,6 +66,19 @@ class ReinforcePlusPlusSection(ClippedSection):
         return self.baseline == "group"
 
 
+class RaeSection(ClippedSection):
+    """RAE of SPIRAL. `decay` is that of the moving average of rewards, of each environment and seat."""
+
+    name: Literal["rae"]
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+
+    @model_validator(mode="after")
+    def _of_whole_rewards(self) -> Self:
+        if meant := _of_rewards(self):
+            raise ValueError(f"{meant[0]} changes the reward that rae compares with the average of rewards")
+        return self
+
+
 class OnPolicyDistillationSection(ClippedSection):
     """On-policy distillation: train on the reverse KL to the teacher alone; rewards are ignored.
 

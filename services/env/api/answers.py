@@ -134,6 +134,7 @@ def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
             "seed": slot.seed,
             **({"scored_at_end": True} if isinstance(slot.episode, GradableEpisode) else {}),
             **({} if slot.played_by is None else _of_agent(slot.played_by.agent)),
+            **({} if slot.seated is None else {"seats": list(slot.seated.seats), "seat": slot.seated.seat}),
         },
         "ttl_s": ttl_s,
     }

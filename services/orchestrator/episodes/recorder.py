@@ -107,6 +107,11 @@ class Recorder:
         return [len(self) - (start - self._n_prompt) for start in [self._n_prompt, *self._turn_starts[1:]]]
 
     @property
+    def reward(self) -> float:
+        """Sum of the rewards of all turns so far."""
+        return float(sum(turn.reward for turns in (*(one.turns for one in self._ended), self._turns) for turn in turns))
+
+    @property
     def n_tree_tokens(self) -> int:
         """Number of tokens of all sequences, each counted whole."""
         return len(self) + sum(one.shared + len(one.token_ids) for one in self._ended)
@@ -181,7 +186,7 @@ class Recorder:
             logprobs=first.logprobs,
             versions=first.versions,
             turns=first.turns,
-            reward=float(sum(turn.reward for one in (first, *branches) for turn in one.turns)),
+            reward=self.reward,
             success=success,
             status=status,
             reward_components=self._components,

@@ -3,7 +3,8 @@
 The tokens so far are the whole state of the model's side. So if a server fails, the turn continues on another one, and
 a turn that a weight update cut short continues. Only the environment's state can be lost; then the episode restarts
 (see `groups`), and repeats the model's turns as long as the environment answers the same. The model's actions are data;
-exceptions are infrastructure failures.
+exceptions are infrastructure failures. In a game of several seats, the environment says which of them answers next
+(see `seats`).
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.environments import EnvironmentCalls, Environments
 from services.orchestrator.episodes.failures import EpisodeTimeout, PromptTooLong
 from services.orchestrator.episodes.partials import PartialRollouts
-from services.orchestrator.episodes.recorder import Recorder
-from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TurnSampler
+from services.orchestrator.episodes.seats import EpisodeEnd, RunningEpisode
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TurnSampler
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
-from shared.errors import Unavailable, VolleyError
+from shared.errors import DecodeError, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.models.continuation import HistoryChanged
 from shared.outcomes import End, Fault, end_of_turn
 from shared.process import tracing
-from shared.types import ASSISTANT, MAX_BRANCHES, MAX_MESSAGE, MAX_TREE_TOKENS, Message, Status, Trajectory
+from shared.types import ASSISTANT, MAX_MESSAGE, Message, Status, Trajectory
 
+_TEACHER = "choose another environment, or a teacher without further knowledge"
 _LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
 
 
@@ -42,30 +43,6 @@ class Agents(Protocol):
         ...
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget, opening: Opening, request_id: str) -> Trajectory: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How an episode ended. `is_closed`: the environment service forgets it by itself."""
-
-    success: bool
-    status: Status
-    end: End
-    is_closed: bool = False
-
-
-@dataclass(slots=True)
-class _RunningEpisode:
-    """An episode: the model's side, the environment's side, the messages of both so far.
-
-    `env_s` are the seconds in calls of the environment service, `request_id` starts the ids of these calls.
-    """
-
-    sampling: EpisodeState
-    opening: Opening
-    request_id: str
-    messages: list[Message]
-    env_s: float
 
 
 class EpisodeRunner:
@@ -120,11 +97,15 @@ class EpisodeRunner:
         """Let the model answer the environment until the episode ends. Args: started: time of the call of `open`."""
         env_s, ended = time.monotonic() - started, None
         try:
+            if spec.context is not None and opening.seats:
+                raise DecodeError(
+                    f"{spec.env} has seats, and a teacher that knows more reads one conversation", _TEACHER
+                )
             prompt = await self._prompt(opening)
             if spec.context is not None:
                 spec.context.begin(opening.messages, len(prompt), opening.tools)
-            sampling = EpisodeState(spec, budget, Recorder(prompt))
-            episode = _RunningEpisode(sampling, opening, request_id, list(opening.messages), env_s)
+            episode = RunningEpisode(spec, budget, opening, request_id, env_s, opening.seat)
+            episode.sit(prompt, opening.messages)
             ended = await self._run_turns(episode)
         except asyncio.CancelledError:
             await self._partials.save_turn(spec, budget, request_id)
@@ -132,19 +113,7 @@ class EpisodeRunner:
         finally:
             if not (self._partials.keeps(spec) or (ended is not None and ended.is_closed)):
                 await self._calls.delete(opening.episode_id)
-        total_s = time.monotonic() - started
-        trajectory = sampling.recorder.trajectory(
-            ticket=spec.ticket,
-            sample_index=spec.sample_index,
-            attempt=budget.used,
-            env=spec.env,
-            task=opening.task,
-            success=ended.success,
-            status=ended.status,
-            end=ended.end,
-            failures=budget.failures,
-            timings={"env_s": episode.env_s, "generate_s": sampling.generate_s, "total_s": total_s},
-        )
+        trajectory = episode.trajectory(ended, time.monotonic() - started)
         trajectory.validate()
         if spec.context is None:  # which would be lost; a resumed episode plays its stored turns again
             await self._partials.save_finished(spec, trajectory)
@@ -174,7 +143,7 @@ class EpisodeRunner:
         """Wait until the environment service accepts requests; only that or cancellation ends it."""
         await self._calls.ready()
 
-    async def _run_turns(self, episode: _RunningEpisode) -> _Ended:
+    async def _run_turns(self, episode: RunningEpisode) -> EpisodeEnd:
         number, ended = 0, None
         while ended is None:
             number += 1
@@ -182,83 +151,88 @@ class EpisodeRunner:
                 ended = await self._turn(episode, number)
         return ended
 
-    async def _turn(self, episode: _RunningEpisode, number: int) -> _Ended | None:
+    async def _turn(self, episode: RunningEpisode, number: int) -> EpisodeEnd | None:
         """Sample an answer, send it to the environment, and record both; None if the episode goes on."""
-        sampling, recorder, start = episode.sampling, episode.sampling.recorder, len(episode.sampling.recorder)
-        sampling.budget.turn = number
-        sampled = await self._sampler.turn(sampling)
-        await self._partials.save_turn(sampling.spec, sampling.budget, episode.request_id)
+        budget, conversation = episode.budget, episode.present
+        recorder, start = conversation.recorder, len(conversation.recorder)
+        budget.turn = number
+        sampled = conversation.sampled = await self._sampler.turn(conversation.sampling)
+        await self._partials.save_turn(episode.spec, budget, episode.request_id)
         text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
         result = await self._step(episode, number, text)
-        self._status.turn_answered(sampling.spec.env, number, sampling.budget.reward)
-        sampling.budget.reward += result.reward
-        if sampling.spec.context is not None:
-            sampling.spec.context.answered(text, result.hints)
+        self._status.turn_answered(episode.spec.env, number, budget.reward)
+        budget.reward += result.reward
+        if episode.spec.context is not None:
+            episode.spec.context.answered(text, result.hints)
         cut = self._cut(sampled, len(recorder))
         faults: list[Fault | None] = [result.fault, "length" if cut == "length" else None]
         recorder.end_turn(start, result.reward, result.reward_components, faults)
-        if result.terminated:
-            status: Status = "truncated" if cut else "completed"
-            return _Ended(result.success, status, end_of_turn(result.fault, cut=cut), result.closed)
-        if result.truncated:
-            return _Ended(result.success, "truncated", "turns", result.closed)
+        if result.terminated or result.truncated:
+            success = episode.end(result)
+            status: Status = "completed" if result.terminated and not cut else "truncated"
+            end: End = end_of_turn(result.fault, cut=cut) if result.terminated else "turns"
+            return EpisodeEnd(success, status, end, result.closed)
         if number >= self._bounds.max_turns:
-            return _Ended(await self._finish(episode) or result.success, "truncated", "turns")
-        episode.messages.append({"role": ASSISTANT, "content": text})
-        if not await self._continue(episode, sampled, result.messages):
-            return _Ended(await self._finish(episode) or result.success, "truncated", "context")
-        episode.messages.extend(result.messages)
+            return EpisodeEnd(await self._finish(episode) or result.success, "truncated", "turns")
+        conversation.messages.append({"role": ASSISTANT, "content": text})
+        episode.seat = episode.next_seat(result)
+        if not await self._continue(episode, result.messages):
+            return EpisodeEnd(await self._finish(episode) or result.success, "truncated", "context")
         return None
 
-    async def _continue(self, episode: _RunningEpisode, sampled: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Record the environment's messages; False if they and a turn do not fit the context."""
-        known, tools = episode.messages, episode.opening.tools
+    async def _continue(self, episode: RunningEpisode, messages: Sequence[Message]) -> bool:
+        """Record the environment's messages for the next seat; False if they and a turn do not fit the context."""
+        tools = episode.opening.tools
+        if episode.seat not in episode.seats:
+            ids = await _tokenized(messages, lambda: self._tokenizer.render_prompt(messages, tools))
+            if self._bounds.room(len(ids)) <= 0 or episode.is_full(self._bounds.context_length):
+                return False
+            episode.sit(ids, messages)
+            return True
+        known, sampled = episode.present.messages, episode.present.sampled
         try:
             ids = await _tokenized(
                 [*known, *messages], lambda: self._tokenizer.continue_after(sampled, messages, known, tools)
             )
         except HistoryChanged:
-            return await self._continue_rendered(episode, [*known, *messages])
-        if self._make_room(episode.sampling, len(ids)):
+            known.extend(messages)
+            return await self._continue_rendered(episode)
+        known.extend(messages)
+        if self._make_room(episode, len(ids)):
             role = str(messages[0]["role"]) if messages else "user"
-            episode.sampling.recorder.add_environment(ids, role)
+            episode.present.recorder.add_environment(ids, role)
             return True
         return False
 
-    async def _continue_rendered(self, episode: _RunningEpisode, messages: Sequence[Message]) -> bool:
+    async def _continue_rendered(self, episode: RunningEpisode) -> bool:
         """Continue in another sequence, as the chat template changes earlier messages; False if it does not fit."""
-        tools = episode.opening.tools
+        conversation, tools = episode.present, episode.opening.tools
+        messages = conversation.messages
         ids = await _tokenized(messages, lambda: self._tokenizer.render_prompt(messages, tools))
-        recorder = episode.sampling.recorder
-        if self._bounds.room(len(ids)) <= 0 or self._is_full(recorder):
+        if self._bounds.room(len(ids)) <= 0 or episode.is_full(self._bounds.context_length):
             return False
-        recorder.start_over(ids)
-        if episode.sampling.spec.context is not None:
-            episode.sampling.spec.context.prompts.append((tuple(messages), len(ids)))
-        episode.sampling.draw += 1
+        conversation.recorder.start_over(ids)
+        if episode.spec.context is not None:
+            episode.spec.context.prompts.append((tuple(messages), len(ids)))
+        conversation.sampling.draw += 1
         return True
 
-    def _is_full(self, recorder: Recorder) -> bool:
-        """True if an episode can have no other sequence."""
-        most = MAX_TREE_TOKENS - self._bounds.context_length
-        return recorder.n_branches >= MAX_BRANCHES or recorder.n_tree_tokens > most
-
-    def _make_room(self, episode: EpisodeState, n_new: int) -> bool:
+    def _make_room(self, episode: RunningEpisode, n_new: int) -> bool:
         """Drop the oldest turns, if allowed, so that a turn fits after `n_new` more tokens; False if it cannot fit.
 
         Turns are dropped until a whole answer fits, or only the newest is left.
         """
-        recorder, bounds = episode.recorder, self._bounds
+        recorder, bounds = episode.present.recorder, self._bounds
         rooms = [bounds.room(length + n_new) for length in recorder.lengths_without_oldest()]
         wanted = min(bounds.max_response_length, rooms[-1])
         n = next(i for i, room in enumerate(rooms) if room >= wanted) if bounds.drops_oldest else 0
-        if n and self._is_full(recorder):
+        if n and episode.is_full(bounds.context_length):
             n = 0
         if rooms[n] > 0 and n:
             recorder.drop_oldest(n)
             if episode.spec.context is not None:
                 episode.spec.context.prompts.append(episode.spec.context.prompts[-1])
-            episode.draw += 1
+            episode.present.sampling.draw += 1
         return rooms[n] > 0
 
     def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
@@ -278,29 +252,29 @@ class EpisodeRunner:
             )
         return ids
 
-    async def _step(self, episode: _RunningEpisode, number: int, text: str) -> StepReply:
+    async def _step(self, episode: RunningEpisode, number: int, text: str) -> StepReply:
         """Send the model's text; text beyond the service's limit was cut, as it is no failure. Raises EpisodeLost."""
         id_, request_id = episode.opening.episode_id, f"{episode.request_id}-{number}"
         return await self._call(episode, lambda: self._calls.environments.step(id_, request_id, text))
 
-    async def _finish(self, episode: _RunningEpisode) -> bool:
+    async def _finish(self, episode: RunningEpisode) -> bool:
         """Add the final reward of an episode that one of our limits ends, if the environment scores the end.
 
         Returns True if the task is solved. Raises EpisodeLost.
         """
-        if not episode.opening.scored_at_end:
+        if not episode.opening.scored_at_end or episode.opening.seats:
             return False
         id_, request_id = episode.opening.episode_id, f"{episode.request_id}-finish"
         found = await self._call(episode, lambda: self._calls.environments.finish(id_, request_id))
-        episode.sampling.recorder.add_reward(found.reward, found.reward_components)
-        if episode.sampling.spec.context is not None:
-            episode.sampling.spec.context.hints.update(found.hints)
+        episode.present.recorder.add_reward(found.reward, found.reward_components)
+        if episode.spec.context is not None:
+            episode.spec.context.hints.update(found.hints)
         return found.success
 
-    async def _call(self, episode: _RunningEpisode, call: Callable[[], Awaitable[StepReply]]) -> StepReply:
+    async def _call(self, episode: RunningEpisode, call: Callable[[], Awaitable[StepReply]]) -> StepReply:
         """Call the environment service, and add the time to the episode's."""
-        started_at, sampling = time.monotonic(), episode.sampling
-        reply = await self._calls.call(sampling.spec, sampling.budget, episode.opening.episode_id, call)
+        started_at = time.monotonic()
+        reply = await self._calls.call(episode.spec, episode.budget, episode.opening.episode_id, call)
         episode.env_s += time.monotonic() - started_at
         return reply
 

@@ -30,7 +30,8 @@ _ROUNDING = 1e-9
 class Selection:
     """Keeps the share `ratio` of `n` groups, by the standard deviation of their rewards (GRL's rollout filter).
 
-    With `mask_truncated`, the rewards are those of the episodes that were not truncated.
+    With `mask_truncated`, the rewards are those of the episodes that were not truncated. Of a game, the seat with the
+    largest deviation decides.
     """
 
     n: int
@@ -51,7 +52,7 @@ class Selection:
 
     def _std(self, group: Group) -> float:
         counted = rewards(in_loss(group, mask_truncated=self.mask_truncated))
-        return float(counted.std()) if len(counted) else 0.0
+        return max((float(one.std()) for one in counted), default=0.0)
 
 
 def selection(config: GenerationSection, groups_per_step: int, mask_truncated: bool = False) -> Selection | None:

@@ -19,6 +19,7 @@ from services.trainer.algorithms.terms.rewards import of_tokens
 from shared.group_rules import GroupRule, has_variance, in_loss, of_trained, zero_variance
 from shared.outcomes import DEFECTS, FILTERS, FilterRule
 from shared.rule_code import read
+from shared.seats import of_each_seat
 from shared.types import Group
 
 
@@ -58,13 +59,17 @@ def verdict(group: Group, filters: FilterOptions) -> tuple[FilterRule, str] | No
 
 @cache
 def _own(value: str) -> GroupRule:
-    """Return the rule of a configuration's text, which raises RuleFailed."""
+    """Return the rule of a configuration's text, which raises RuleFailed.
+
+    It keeps the group of a game if the function keeps that of one seat.
+    """
     rule = read(value)
     keeps = filter_of(rule)
 
     def why(group: Group) -> str | None:
-        inputs = group_inputs(group.trajectories, [of_tokens(one, "episode") for one in group.trajectories])
-        return None if keeps(inputs) else f"{rule} rejected it"
+        seats = of_each_seat(group).values()
+        inputs = [group_inputs(seat, [of_tokens(one, "episode") for one in seat]) for seat in seats]
+        return None if any(keeps(one) for one in inputs) else f"{rule} rejected it"
 
     return why
 

@@ -29,6 +29,7 @@ from services.trainer.batches.batch import (
 )
 from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
+from services.trainer.learner.baselines import Baselines
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.foreign import ForeignLearner, ForeignOptions, maker
@@ -107,6 +108,7 @@ class Policy:
         trained, frozen = divided(params_of(model))
         self._learner = _learner(model, options, trained, frozen)
         self._probed: Probe | None = None  # of the present weights, once checked to be finite
+        self._baselines = Baselines()
         self._reference: Reference | None = None
         self._critic = Critic(model, options.critic) if options.critic else None
         if options.needs.reference:
@@ -151,6 +153,9 @@ class Policy:
         )
         numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
         self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
+        if (decay := self._options.needs.baseline_decay) is not None:
+            groups = [one.group.trajectories for one in ready]
+            self._baselines.learn(groups, decay, self._options.algorithm.counts)
         return made
 
     def _update(self, batches: Sequence[Batch], step: int) -> Update:
@@ -226,7 +231,8 @@ class Policy:
         Raises NonFinite if the weights are not finite.
         """
         probe = self._probed or self._require_finite("the present weights")
-        return self._published.contents(self._learner, probe, self._critic.state() if self._critic else {})
+        more = (self._critic.state() if self._critic else {}) | self._baselines.state()
+        return self._published.contents(self._learner, probe, more)
 
     def published(self) -> ModelToPublish:
         """Describe the present weights for rollout servers; with adapters, only those.
@@ -252,6 +258,7 @@ class Policy:
     def load_optimizer(self, state: Mapping[str, HostArray]) -> None:
         """Restore the optimizer state and the critic of a checkpoint."""
         self._learner.load_optimizer_state(state)
+        self._baselines.load(state)
         if self._critic is not None:
             self._critic.load(state)
 
@@ -293,8 +300,10 @@ class Policy:
 
     def _with_advantages(self, ready: Sequence[ReadyGroup], before: WeightVersion, needs: Needs) -> GroupRows:
         """Make the rows of each episode, with token values and advantages."""
-        groups = [one.group.trajectories for one in ready]
-        return group_rows(groups, before, self._options.algorithm, lambda rows: self._scored(rows, needs))
+        groups, algorithm, baselines = [one.group.trajectories for one in ready], self._options.algorithm, None
+        if needs.baseline_decay is not None:
+            baselines = self._baselines.before(groups, needs.baseline_decay, algorithm.counts)
+        return group_rows(groups, before, algorithm, lambda rows: self._scored(rows, needs), baselines)
 
     def _arranged(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Arrange the rows of a step; episodes of several sequences may need more micro-batches of the same shape."""

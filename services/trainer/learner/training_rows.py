@@ -24,6 +24,7 @@ from services.trainer.batches.batch import (
     with_observations,
     with_staleness,
 )
+from services.trainer.learner.baselines import EpisodeBaselines
 from shared.types import Trajectory, WeightVersion
 
 type ScoreRows = Callable[[list[list[Row]]], list[list[Row]]]
@@ -61,13 +62,18 @@ class GroupRows:
 
 
 def group_rows(
-    groups: Sequence[Sequence[Trajectory]], before: WeightVersion, algorithm: Algorithm, score: ScoreRows | None = None
+    groups: Sequence[Sequence[Trajectory]],
+    before: WeightVersion,
+    algorithm: Algorithm,
+    score: ScoreRows | None = None,
+    baselines: Sequence[Sequence[EpisodeBaselines]] | None = None,
 ) -> GroupRows:
     """Make the rows of the trajectories, with the advantages that the algorithm computes.
 
     Args:
         before: version of the weights that the step starts from.
         score: None if the algorithm needs no token values.
+        baselines: of each episode, if the algorithm needs them.
     """
     rows = [policy_rows(trajectory, before) for group in groups for trajectory in group]
     if algorithm.needs.observations:
@@ -79,6 +85,9 @@ def group_rows(
         rows = score(rows)
     known = iter(rows)
     episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
+    if baselines is not None:
+        pairs = [zip(group, its, strict=True) for group, its in zip(episodes, baselines, strict=True)]
+        episodes = [[replace(episode, baselines=own) for episode, own in group] for group in pairs]
     return GroupRows(episodes, rows).with_values("advantages", algorithm.advantages(episodes))
 
 

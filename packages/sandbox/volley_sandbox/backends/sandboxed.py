@@ -58,7 +58,8 @@ class SandboxedBackend(KnownSplits):
 
     async def reset(self, split: str, index: int, seed: int) -> LiveEpisode:
         sandbox, opened, protocol = await self._opened(split, index, seed)
-        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, protocol == "volley")
+        seats = opened.seats, opened.seat
+        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, protocol == "volley", *seats)
 
     async def _opened(
         self, split: str, index: int, seed: int
@@ -142,6 +143,8 @@ class SandboxedEpisode:
     opening: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]]
     reads_messages: bool
+    seats: tuple[str, ...] = ()
+    seat: str = ""
     database: None = None
 
     async def step(self, message: Message) -> StepResult:

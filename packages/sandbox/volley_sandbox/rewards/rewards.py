@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.backend import AgentPlayed, LiveEpisode, finish_early
+from services.env.backend import AgentPlayed, LiveEpisode, SeatedEpisode, finish_early
 from services.env.episode_types import Message, StepResult, fingerprint
-from shared.errors import Conflict, JudgementUnusable, RewardFailed, VolleyError, first_error
+from shared.errors import Conflict, JudgementUnusable, RewardFailed, RewardRefused, VolleyError, first_error
 from shared.process import tracing
 from shared.reward_schema import EnvironmentRewards, JudgeReward, RewardServer, ServiceReward
 from volley_sandbox.rewards import judge, service
@@ -116,6 +116,9 @@ class RewardedEpisode:
 
     async def step(self, message: Message) -> StepResult:
         """Step the episode. Raises RewardFailed, RewardRefused, and what the environment raises."""
+        if isinstance(self._inner, SeatedEpisode) and self._inner.seats:
+            detail = f"data.rewards scores whole episodes, and {self._env} rewards each of its seats"
+            raise RewardRefused(detail, "give the seats their rewards in the environment")
         by = fingerprint(message)
         if self._ended is None:
             result = await self._inner.step(message)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from services.env.backend import AgentSpec
 from services.env.episode_types import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult
 from shared.errors import SandboxFailed
-from shared.types import MAX_MESSAGE
+from shared.types import MAX_MESSAGE, MAX_SEAT
 
 MAX_TEXT = 200
 MAX_MESSAGES = 1000
@@ -27,6 +27,7 @@ MAX_TASKS = 2**31
 MAX_TOOLS = 128
 MAX_COMPONENTS = 64
 MAX_CALLS = 64
+MAX_SEATS = 64
 
 type AuthorProtocol = Literal["simple", "gymnasium", "volley", "agent"]
 type Role = Literal["system", "user", "assistant", "tool"]
@@ -56,11 +57,16 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class OpenedEpisode:
-    """Answer to `reset`: the task's id, the messages that the model answers first, and its tools."""
+    """Answer to `reset`: the task's id, the messages that the model answers first, and its tools.
+
+    `seats` are the players, if there are several, and `seat` is the one that answers first.
+    """
 
     task: str
     messages: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]]
+    seats: tuple[str, ...] = ()
+    seat: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +119,17 @@ def read_task(value: Any) -> str:
 
 
 def read_opening(value: Any) -> OpenedEpisode:
-    found = _record(value, "the answer to reset", {"task", "messages", "tools"})
-    messages = _messages(found["messages"])
+    given = {"seats": [], "seat": "", **value} if isinstance(value, dict) else value
+    found = _record(given, "the answer to reset", {"task", "messages", "tools", "seats", "seat"})
+    messages, seats = _messages(found["messages"]), found["seats"]
     if not messages:
         raise _wrong("the opening messages", found["messages"])
-    return OpenedEpisode(read_task(found["task"]), messages, _tools(found["tools"]))
+    if not isinstance(seats, list) or len(seats) > MAX_SEATS or len(set(map(repr, seats))) < len(seats):
+        raise _wrong("seats", seats)
+    names = tuple(_text(seat, "the name of a seat", MAX_SEAT) for seat in seats)
+    if found["seat"] not in (names or ("",)):
+        raise _wrong("the seat that answers first", found["seat"])
+    return OpenedEpisode(read_task(found["task"]), messages, _tools(found["tools"]), names, found["seat"])
 
 
 def read_step(value: Any) -> StepResult:
@@ -233,8 +245,8 @@ def _flag(value: Any, what: str) -> bool:
     return value
 
 
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+def _text(value: Any, what: str, most: int = MAX_TEXT) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
         raise _wrong(what, value)
     return value
 

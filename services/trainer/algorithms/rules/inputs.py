@@ -43,6 +43,7 @@ class GroupInputs:
     lengths: int64 [G], numbers of sampled tokens.
     truncated, success: bool [G].
     components: float64 [G] of each reward component; NaN for an episode without it.
+    seat: of a game, the seat whose episodes these are; else empty.
     """
 
     env: str
@@ -53,6 +54,7 @@ class GroupInputs:
     success: np.ndarray
     components: Mapping[str, np.ndarray]
     episodes: tuple[EpisodeInputs, ...]
+    seat: str = ""
 
 
 def group_inputs(
@@ -75,6 +77,7 @@ def group_inputs(
         success=_fixed(np.array([one.success for one in trajectories])),
         components={k: _fixed(np.array([t.reward_components.get(k, np.nan) for t in trajectories])) for k in names},
         episodes=tuple(_episode(*one) for one in given),
+        seat=next(iter(trajectories[0].seats), ""),
     )
 
 

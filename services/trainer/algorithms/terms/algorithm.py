@@ -6,8 +6,8 @@ those of the core are rows of `registry.OWN`. A new statistic is one more entry 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import jax
@@ -28,6 +28,7 @@ class Needs:
     at the start of the step (`old`), and the critic's `values`. `entropy`: the loss needs the gradient of the policy's
     entropy. `teacher`: trajectories need a teacher's log-probabilities. `observations`: the loss needs the weights of
     the environment's tokens (`Batch.observed`). `staleness`: the loss needs that of each token (`Batch.staleness`).
+    `baseline_decay`: advantages need moving averages of rewards, with this decay.
     """
 
     reference: bool = False
@@ -37,19 +38,22 @@ class Needs:
     teacher: bool = False
     observations: bool = False
     staleness: bool = False
+    baseline_decay: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTokens:
     """A trajectory that stores N tokens, and their values, float32 [N], 0 at tokens that were not sampled, or None.
 
-    The tokens are those of `Trajectory.stored`: all sequences of the episode, each token once.
+    The tokens are those of `Trajectory.stored`: all sequences of the episode, each token once. `baselines` are the
+    moving averages of rewards before the episode, by seat ("" without seats).
     """
 
     trajectory: Trajectory
     reference: np.ndarray | None = None
     old: np.ndarray | None = None
     values: np.ndarray | None = None
+    baselines: Mapping[str, float] = field(default_factory=dict[str, float], kw_only=True)
 
 
 type EpisodeGroup = Sequence[EpisodeTokens]

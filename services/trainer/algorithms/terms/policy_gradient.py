@@ -17,6 +17,7 @@ from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTok
 from services.trainer.algorithms.terms.credit import CreditFunction, credit_named, credited
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, TokenRewards
+from services.trainer.algorithms.terms.seats import for_each_seat
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
@@ -88,7 +89,10 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
 
     @abstractmethod
     def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """Compute float64 [N] for each episode. All episodes are in the loss, and each group has one or more."""
+        """Compute float64 [N] for each episode. All episodes are in the loss, and each group has one or more.
+
+        Episodes of a game are those of its seats, which have groups of their own.
+        """
 
     def zero_outside_loss(
         self, groups: Sequence[EpisodeGroup], compute: Callable[[Sequence[EpisodeGroup]], list[list[np.ndarray]]]
@@ -96,14 +100,18 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
         """Compute float64 [N] for each episode from the episodes in the loss alone; 0 for the others.
 
         Episodes outside the loss are in no mean, deviation, baseline or pool: the trained ones are compared among
-        themselves.
+        themselves, and those of a game seat by seat.
         """
-        kept = [[e for e in group if self.counts(e.trajectory)] for group in groups]
-        made = (one for group in compute([group for group in kept if group]) for one in group)
-        return [
-            [next(made) if self.counts(e.trajectory) else np.zeros(e.trajectory.n_stored) for e in group]
-            for group in groups
-        ]
+
+        def of_kept(groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+            kept = [[e for e in group if self.counts(e.trajectory)] for group in groups]
+            made = (one for group in compute([group for group in kept if group]) for one in group)
+            return [
+                [next(made) if self.counts(e.trajectory) else np.zeros(e.trajectory.n_stored) for e in group]
+                for group in groups
+            ]
+
+        return for_each_seat(groups, of_kept)
 
     @abstractmethod
     def surrogate(self, tokens: Tokens) -> TokenLoss:

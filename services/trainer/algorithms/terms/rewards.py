@@ -28,7 +28,8 @@ _MOST_NATS = 20.0
 class Normalization:
     """Normalization of episode rewards, as in GRL and RAGEN.
 
-    Pools the episodes of one task (`state`), of one environment (`inductive`), or of the step (`batch`). `mean_std`
+    Pools the episodes of one task (`state`), of one environment (`inductive`), or of the step (`batch`); those of each
+    seat of a game apart, but for `batch`. `mean_std`
     gives mean 0 and standard deviation 1; `asym_clip` also clips to [-1, 3].
     """
 
@@ -142,10 +143,10 @@ def normalized(
     return [_standard(r, pools[key], how.method) for r, key in zip(rewards, keys, strict=True)]
 
 
-def _key(index: int, group: Sequence[Trajectory], grouping: Grouping) -> int | str:
+def _key(index: int, group: Sequence[Trajectory], grouping: Grouping) -> int | tuple[str, ...]:
     if grouping == "batch":
-        return ""
-    return index if grouping == "state" else group[0].env
+        return ()
+    return index if grouping == "state" else (group[0].env, *group[0].seats[:1])
 
 
 def _standard(rewards: np.ndarray, pool: np.ndarray, method: Method) -> np.ndarray:

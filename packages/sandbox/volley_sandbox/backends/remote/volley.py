@@ -68,9 +68,7 @@ class VolleyBackend(KnownSplits):
         async with self.site.session(), AsyncExitStack() as stack:
             client = await stack.enter_async_context(self.client())
             answer = await self.site.within("reset", client.post("/episodes", {**asked, "seed": seed}))
-            opened = self.read(
-                lambda: answers.read_opening({key: answer[key] for key in ("task", "messages", "tools")})
-            )
+            opened = self.read(lambda: answers.read_opening(_opened(answer)))
             return VolleyEpisode(self, client, stack.pop_all(), str(answer["episode_id"]), opened)
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
@@ -124,6 +122,7 @@ class VolleyEpisode:
         self.task: str = opened.task
         self.opening: tuple[Message, ...] = opened.messages
         self.tools: Sequence[Mapping[str, Any]] = opened.tools
+        self.seats, self.seat = opened.seats, opened.seat
         self._backend, self._client, self._held, self._id = backend, client, held, episode_id
         self._n_steps, self._open = 0, True
 
@@ -148,6 +147,13 @@ class VolleyEpisode:
             finally:
                 await self._held.aclose()
                 self._backend.site.leave()
+
+
+def _opened(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Opening of an episode, with its seats if it has any."""
+    info = answer.get("info") or {}
+    seats = {key: info[key] for key in ("seats", "seat")} if info.get("seats") else {}
+    return {**{key: answer[key] for key in ("task", "messages", "tools")}, **seats}
 
 
 def _parted(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,13 @@ from typing import Any
 
 from values import (
     Refused,
+    check_seats,
     demonstration_of,
     digest,
     messages_of,
     plain,
+    seat_of,
+    seats_of,
     short,
     splits_of,
     step_of,
@@ -104,6 +107,7 @@ class EnvironmentAdapter:
         self._class, self._config, self._wait = found, dict(config), wait
         self._environment = self._new()
         self._live: Any = None
+        self._info: Any = {}  # what the last reset returned beside the observation
         self.splits = self._splits()
 
     def describe(self) -> dict[str, Any]:
@@ -128,12 +132,18 @@ class EnvironmentAdapter:
             raise Refused("reset returned nothing to say to the model")
         task = self._named(split, index)
         task = f"{split}/{index}@{digest(opening)}" if task is None else task
-        return {"task": task, "messages": opening, "tools": self._tools()}
+        opened = {"task": task, "messages": opening, "tools": self._tools()}
+        if not (seats := self._seats()):
+            return opened
+        first = seat_of(self._info, seats, "reset") if "seat" in self._info else seats[0]
+        return {**opened, "seats": seats, "seat": first}
 
     def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if self._live is None:
             raise Refused("there is no episode to step: reset was not called, or the episode is over")
         result = self._play(self._live, message)
+        if seats := self._seats():
+            check_seats(result, seats)
         if result["terminated"] or result["truncated"]:
             self._live = None
         return result
@@ -154,6 +164,9 @@ class EnvironmentAdapter:
     def _tools(self) -> list[Any]:
         return tools_of(getattr(self._live, "tools", None) or getattr(self._environment, "tools", ()))
 
+    def _seats(self) -> list[str]:
+        return seats_of(getattr(self._live, "seats", None) or getattr(self._environment, "seats", ()))
+
     def _named(self, split: str, index: int) -> str | None:
         """The author's own id of a task; None if the class has no method `task`."""
         name = getattr(self._environment, "task", None)
@@ -168,8 +181,9 @@ class EnvironmentAdapter:
     def _open(self, environment: Any, split: str, index: int, seed: int) -> tuple[Any, list[dict[str, Any]]]:
         """Start an episode; return it and its first messages."""
         said = self._wait(environment.reset(split, index, seed))
+        self._info = {}
         if isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Mapping):
-            said = said[0]
+            said, self._info = said
         return environment, messages_of(said, "what reset returned")
 
     def _play(self, live: Any, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,6 +213,7 @@ class VolleyAdapter(EnvironmentAdapter):
                 f"reset returned {short(episode)}; an environment without a method step must return an episode with"
                 " opening and step"
             )
+        self._info = {"seat": episode.seat} if hasattr(episode, "seat") else {}
         return episode, messages_of(episode.opening, "the opening")
 
     def _play(self, live: Any, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,6 +249,7 @@ class GymnasiumAdapter(EnvironmentAdapter):
         said = self._wait(environment.reset(seed=task_seed(split, index), options=None))
         if not isinstance(said, tuple) or len(said) != 2:
             raise Refused("gymnasium's reset must return (observation, info)")
+        self._info = said[1] if isinstance(said[1], Mapping) else {}
         return environment, messages_of(self._shown(environment, said[0]), "what reset returned")
 
     def _play(self, live: Any, message: Mapping[str, Any]) -> dict[str, Any]:

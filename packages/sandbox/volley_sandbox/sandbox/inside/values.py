@@ -19,6 +19,7 @@ MAX_MESSAGES = 1000
 MAX_SPLITS = 16
 MAX_TASKS = 2**31
 MAX_ID = 200
+MAX_SEATS, MAX_SEAT = 64, 64
 ROLES = ("system", "user", "assistant", "tool")
 FAULTS = ("format", "invalid_action", "tool")
 
@@ -165,6 +166,47 @@ def tools_of(value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)) or len(value) > 128:
         raise Refused("tools must be a list of at most 128 JSON schemas in OpenAI's shape")
     return jsonable(list(value), "tools")
+
+
+def seats_of(value: Any) -> list[str]:
+    """Names of the players. Raises Refused."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_SEATS or len(set(map(str, value))) < len(value):
+        raise Refused(f'seats must be a list of up to {MAX_SEATS} different names, like ["first", "second"]')
+    for seat in value:
+        if not isinstance(seat, str) or not 0 < len(seat) <= MAX_SEAT or not seat.isprintable():
+            raise Refused(f"{short(seat)} is not the name of a seat: a text of up to {MAX_SEAT} characters")
+    return list(value)
+
+
+def seat_of(info: Any, seats: list[str], what: str) -> str:
+    """Seat whose turn it is. Raises Refused."""
+    seat = info.get("seat") if isinstance(info, Mapping) else None
+    if seat not in seats:
+        raise Refused(
+            f"info['seat'] that {what} returned is {short(seat)}; it must name the seat whose turn it is: one of"
+            f" {', '.join(seats)}"
+        )
+    return seat
+
+
+def check_seats(step: Mapping[str, Any], seats: list[str]) -> None:
+    """Check that a step names the next seat, or rewards all seats at the end. Raises Refused."""
+    extra = step["info"]["extra"]
+    if not (step["terminated"] or step["truncated"]):
+        if "rewards" in extra:
+            raise Refused(
+                "info['rewards'] belongs to the step that ends the episode; `reward` is of the seat that moved"
+            )
+        seat_of(extra, seats, "step")
+        return
+    rewards = extra.get("rewards")
+    if not isinstance(rewards, Mapping) or set(rewards) != set(seats):
+        raise Refused(
+            f"info['rewards'] of the step that ended the episode is {short(rewards)}; it must be a dict with a number"
+            f" for each seat: {', '.join(seats)}"
+        )
+    for seat, reward in rewards.items():
+        number(reward, f"info['rewards'][{seat!r}]")
 
 
 def task_of(value: Any) -> str:
