@@ -248,8 +248,9 @@ class Policy:
         return checksum(dict(self._learner.trained) | {f"critic {k}": v for k, v in critic.items()})
 
     def optimizer_checksum(self) -> str:
-        """Checksum of the optimizer state and the critic."""
-        return checksum(self._learner.optimizer_state() | (self._critic.state() if self._critic else {}))
+        """Checksum of the optimizer state, the critic and the baselines."""
+        critic = self._critic.state() if self._critic else {}
+        return checksum(self._learner.optimizer_state() | critic | self._baselines.state())
 
     def base(self) -> Params:
         """Base parameters of the adapters, in their published dtype; empty without adapters."""
