@@ -144,6 +144,7 @@ def test_another_build_has_another_folder(machine: Machine) -> None:
     told = machine.volley("upgrade").stdout
     assert len([path for path in machine.cache.iterdir() if path.is_dir()]) == 2
     assert "other version: " in told
+    assert "  environment trainer: made when a command needs it\n" in told
     assert "to upgrade: pip install --upgrade volley-rl" in told
 
 

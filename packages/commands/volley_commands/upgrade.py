@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises InstallError if the wheel's folder cannot be made."""
     found = describe()
     lines = [f"volley {found['version']}, {found['kind']}: {found['folder']}"]
-    lines += [f"  environment {wheel.DISTRIBUTION}: {state}" for name, state in found["environments"].items()]
+    lines += [f"  environment {name}: {state}" for name, state in found["environments"].items()]
     lines += [f"other version: {other}; `rm -r` removes it once no run needs it" for other in found["others"]]
     print_result(found, join_lines([*lines, f"to upgrade: {found['command']}", *_NOTES]))
     return 0
