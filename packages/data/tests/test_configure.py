@@ -163,6 +163,12 @@ def test_a_changed_reward_is_another_environment(here: Path) -> None:
     assert made().config.data.env != before
 
 
+def test_a_file_without_a_reward_is_named_with_its_functions(here: Path) -> None:
+    (here / "lengths.py").write_text("def length(text):\n    return len(text)\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"lengths\.py: length: no signature of a reward.*def length\(prompts"):
+        made("lengths.py")
+
+
 def test_verls_signature_takes_its_columns(here: Path) -> None:
     assert made("rewards.py:compute_score", columns={"ground_truth": "a"}).config.data.env.startswith("words-")
 

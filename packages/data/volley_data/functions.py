@@ -165,7 +165,7 @@ def _only(file: Path, functions: Mapping[str, ast.FunctionDef | ast.AsyncFunctio
             f"name one: --reward {file.name}:{found[0]}; give --reward several times to add them up",
         )
     known = [name for name in functions if name[0] != "_"]
-    told = f"no function has a reward's arguments, of {', '.join(known)}" if known else "it has no functions"
+    told = f"{', '.join(known)}: no signature of a reward" if known else "it has no functions"
     raise ConfigError(f"{file}: {told}", _SIGNATURES.replace("NAME", known[0] if known else "reward"))
 
 
