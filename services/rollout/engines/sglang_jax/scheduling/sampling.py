@@ -1,11 +1,11 @@
 """Sampling of the next token: exact, and for each request independent of the batch it happens to be in.
 
 Every request draws Gumbel noise from threefry keyed by (its 64-bit seed, the index of the token in its output), so the
-same request with the same seed gives the same tokens alone or among 63 others, before and after a retraction, unless two
-of them are equally likely up to rounding. The
-Gumbel maximum is an exact draw from the softmax (Gumbel, 1954). It draws a block of the vocabulary by the blocks' sums,
-and then a token of that block, which takes a hundredth of the random numbers. The engine's own sampler hashes seeds
-linearly (biased) and applies top-p at temperature 1 whatever the temperature.
+same request with the same seed gives the same tokens alone or among 63 others, before and after a retraction, unless
+two of them are equally likely up to rounding. The Gumbel maximum is an exact draw from the softmax (Gumbel, 1954). It
+draws a block of the vocabulary by the blocks' sums, and then a token of that block, which takes a hundredth of the
+random numbers. The engine's own sampler hashes seeds linearly (biased) and applies top-p at temperature 1 whatever the
+temperature.
 """
 
 from __future__ import annotations
