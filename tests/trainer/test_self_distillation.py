@@ -26,11 +26,12 @@ from shared.run.progress import TicketProgress
 from shared.teacher_view import TeacherPrompt, TeacherView
 from shared.types import Group, Trajectory, VersionSpan
 from tests.trainer import support
+from volley_algorithms.sections import MopdSection
 
 VERSION = "e000001-s000000"
 TRL = json.loads((Path(__file__).parents[1] / "fixtures/trl/sdpo.json").read_text(encoding="utf-8"))
 IDS, MASK, TAUGHT = np.array(TRL["ids"]), np.array(TRL["mask"]), np.array(TRL["taught"])
-PURE = schema.MopdSection(name="mopd", ratio_bounds=(0.5, 2.0))
+PURE = MopdSection(name="mopd", ratio_bounds=(0.5, 2.0))
 MIXED = schema.GrpoSection(teacher_kl_coef=1.0, loss_agg_mode="sequence-mean-token-mean")
 LACKS = TeacherView(lacks=("sibling",))
 
