@@ -238,8 +238,15 @@ def changes(was: Flat, now: Flat) -> list[Change]:
     """
     was, now = removed_keys.readable(was), removed_keys.readable(now)
     keys = sorted(key for key in {*was, *now} if not key.startswith(_irrelevant()))
-    filled = {key: (_value(was, key), _value(now, key)) for key in keys}
+    filled = {key: (value_of(was, key), value_of(now, key)) for key in keys}
     return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not _means_the_same(key, a, b)]
+
+
+def value_of(flat: Flat, key: str) -> Any:
+    """Return the value of a key; its default if the settings lack it, as those of older versions do."""
+    if key in flat:
+        return flat[key]
+    return _defaults().get(key, default_of(flat.get(_NAME), key.removeprefix(_ALGORITHM)))
 
 
 def _means_the_same(key: str, was: Any, now: Any) -> bool:
@@ -335,12 +342,6 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
             _flatten(f"{prefix}.{key}" if prefix else str(key), inner, into)
     else:
         into[prefix] = value
-
-
-def _value(flat: Flat, key: str) -> Any:
-    if key in flat:
-        return flat[key]
-    return _defaults().get(key, default_of(flat.get(_NAME), key.removeprefix(_ALGORITHM)))
 
 
 @cache

@@ -92,6 +92,12 @@ def test_for_programs(runs: Sequence[Path], tmp_path: Path, capsys: pytest.Captu
     assert [rate["success"] for rate in second["rates"]] == [0.25, 0.5, 0.7]
 
 
+def test_a_setting_that_an_older_run_lacks_has_its_default(runs: Sequence[Path], tmp_path: Path) -> None:
+    newer = recorded(tmp_path / "newer", {"algorithm.name": "grpo", "judges.servers": {}, "run.seed": 1}, {0: 0.2}, 0.5)
+    older, new = compare.compared([RunFolder(path) for path in (runs[0], newer)])
+    assert (older.settings, new.settings) == ({"run.seed": 0}, {"run.seed": 1})
+
+
 def test_another_warm_start_is_named(runs: Sequence[Path], tmp_path: Path) -> None:
     other = recorded(tmp_path / "b", {"algorithm.name": "grpo"}, {0: 0.3}, 0.7)
     assert "warm start: different" in compare.table(compare.compared([RunFolder(path) for path in (runs[0], other)]))

@@ -16,6 +16,7 @@ from typing import Any
 
 from shared import config, removed_keys
 from shared.errors import ConfigError
+from shared.run import pinned
 from shared.run.folder import RunFolder
 from volley.commands import train
 from volley.printing import join_lines, print_lines, print_result
@@ -137,9 +138,9 @@ def compared(folders: Sequence[RunFolder]) -> list[ComparedRun]:
     records = [read_record(folder) for folder in folders]
     configs = [removed_keys.without(record.config) if record else {} for record in records]
     keys = sorted({key for one in configs for key in one} - set(_NOT_COMPARED))
-    differing = [key for key in keys if len({json.dumps(one.get(key)) for one in configs}) > 1]
+    differing = [key for key in keys if len({json.dumps(pinned.value_of(one, key)) for one in configs}) > 1]
     return [
-        _compared(folder, {key: one.get(key) for key in differing})
+        _compared(folder, {key: pinned.value_of(one, key) for key in differing})
         for folder, one in zip(folders, configs, strict=True)
     ]
 
