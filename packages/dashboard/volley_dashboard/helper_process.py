@@ -16,7 +16,7 @@ def start(
     """Start `volley ARGUMENTS` in a session of its own, which no Ctrl-C reaches; its output is appended to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "volley", *arguments],
+            [sys.executable, "-P", "-m", "volley", *arguments],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,

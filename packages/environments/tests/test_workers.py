@@ -69,6 +69,17 @@ async def test_an_environment_in_processes_is_the_one_in_threads() -> None:
             )
 
 
+async def test_packages_of_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("services", "shared"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    async with running(1) as pool:
+        there, _ = backends(pool, "frozen_lake", {})
+        assert (await there.reset("train", 0, 0)).opening
+
+
 async def test_errors_of_an_environment_come_as_they_are() -> None:
     async with running(1) as pool:
         there, here = backends(pool, "frozen_lake", {})

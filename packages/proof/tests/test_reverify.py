@@ -17,10 +17,13 @@ from shared import config
 from shared.clients.env import EnvClient, Opening
 from shared.errors import ConfigError, RateLimited
 from shared.run import seeding
+from shared.run.folder import RunFolder
 from shared.types import ASSISTANT, Branch, Trajectory, Turn, VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
+from volley.runs.run_file import RunRecord, write_record
 from volley_proof.reverify.command import format_result
 from volley_proof.reverify.episodes import replay_rewards, said
+from volley_proof.reverify.service import environments_of
 
 SEED, TICKET = 3, 7
 
@@ -91,6 +94,17 @@ async def test_the_same_environment_gives_the_same_reward(tmp_path: Path, solved
         assert row.reward == pytest.approx(trajectory.reward)
         other = replace(trajectory, reward=trajectory.reward + 0.5)
         assert (await replay_rewards(client, tiny_tokenizer(), other, SEED, "frozen_lake")).changed
+
+
+async def test_packages_of_the_folder_of_start_are_not_imported(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.config.write_text("{model: {path: m}, data: {env: frozen_lake}}", encoding="utf-8")
+    write_record(folder, RunRecord("d", 0, {}, {}, 0.0, 0.0, finished=True, cwd=str(tmp_path)))
+    for name in ("services", "shared"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    async with environments_of(folder) as client:
+        assert (await client.create("r", "frozen_lake", "train", 0, seed=0)).messages
 
 
 async def test_an_environment_that_is_not_ready_for_a_task_is_asked_again(tmp_path: Path) -> None:

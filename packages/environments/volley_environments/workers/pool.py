@@ -76,7 +76,7 @@ class Worker:
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", _MODULE, *map(str, arguments)),
+                    *(sys.executable, "-P", "-m", _MODULE, *map(str, arguments)),
                     stdin=asyncio.subprocess.DEVNULL,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     pass_fds=(theirs.fileno(),),

@@ -73,7 +73,7 @@ def _service(folder: RunFolder, log: Path) -> tuple[ProcessSpec, str]:
     base = Path(record.cwd) if record is not None and Path(record.cwd).is_dir() else PROJECT
     with hold_free("127.0.0.1") as held:
         port: int = held.getsockname()[1]
-    command = [str(python_of("base")), "-m", "services.env", "--config", str(folder.config.absolute())]
+    command = [str(python_of("base")), "-P", "-m", "services.env", "--config", str(folder.config.absolute())]
     command += [f"services.env.port={port}", "services.env.host=127.0.0.1", "services.token_files={}"]
     command += [f"services.env.folder={folder.environments.absolute()}", "services.env.allow_changed_code=true"]
     environment = {**variables_of("base", cpu=True), "PYTHONPATH": str(PROJECT)}
