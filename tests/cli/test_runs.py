@@ -406,7 +406,7 @@ def test_a_changed_environment_is_refused_by_the_name_of_its_file(tmp_path: Path
     (file := tmp_path / "fruit.py").write_text("class A: ...", encoding="utf-8")
     given = load([], ["model.path=none", f"data.env={file}", f"run.dir={tmp_path}", "run.name=r"])
     with pytest.raises(
-        ConfigError, match=r"fruit\.py: a file, .* has changed since the run began \(data\.env was fruit-0"
+        ConfigError, match=r"fruit\.py: the run began with other files, .*for a new run add run\.name=r-2"
     ):
         first_start.check_files({"data.env": "fruit-0a1b2c3d@1"}, given, RunFolder(tmp_path / "r"))
     first_start.check_files({"data.env": "other-0a1b2c3d@1"}, given, RunFolder(tmp_path / "r"))

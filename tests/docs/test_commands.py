@@ -27,7 +27,7 @@ from tests.support import small_run
 from tests.support.net import wait_http
 from tests.support.redis import configured
 from tests.support.stack import SMALL
-from volley.__main__ import parser
+from volley.__main__ import parse_arguments
 from volley.layout import python_of, variables_of
 from volley.runs import addresses
 
@@ -126,7 +126,7 @@ def test_a_line_runs(place, line):
     elif command[0] == "volley" and " ".join(command[1:]).startswith(SHORT):
         done = shell(place, line)
     elif command[0] == "volley":
-        arguments = parser().parse_args(command[1:])
+        arguments = parse_arguments(command[1:])
         given = getattr(arguments, "config", None) or ()
         if given:
             overrides = getattr(arguments, "rest", None) or getattr(arguments, "overrides", ())
@@ -176,7 +176,7 @@ def docker(command, variables):
     if command[1] == "run":
         *given, service = itertools.takewhile(lambda word: word != "volley", command[2:])
         assert (set(given) <= {"--rm", "--no-deps"}, service in services) == (True, True), command
-        parser().parse_args(command[command.index("volley") + 1 :])
+        parse_arguments(command[command.index("volley") + 1 :])
         return
     flags = {"up": {"--scale", "--build", "--detach"}, "down": {"--volumes"}, "logs": {"-f"}}.get(command[1], set())
     assert command[1] in ("up", "down", "logs", "cp", "stop", "create"), command
