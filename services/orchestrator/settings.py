@@ -81,11 +81,6 @@ class OrchestratorSettings:
 def from_config(config: RunConfig) -> OrchestratorSettings:
     """Read the settings. Raises ConfigError."""
     orchestrator, trainer, services = config.orchestrator, config.trainer, config.services
-    if services.redis_url is None:
-        raise ConfigError(
-            "services.redis_url is not set",
-            "volley train starts a server and sets it; or set one: redis://host:6379/0",
-        )
     generation, batch = orchestrator.generation, trainer.groups_per_step
     factor, max_staleness = generation.over_sampling_factor, config.grpo_config.off_policy_steps
     return OrchestratorSettings(
@@ -102,7 +97,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         env_url=services.base_url("env"),
         trainer_url=services.base_url("trainer"),
         rollout_urls=services.rollout_urls,
-        redis_url=services.redis_url,
+        redis_url=_redis_url(config),
         redis_password_file=services.redis_password_file,
         token_files=services.token_files,
         ca_file=services.tls.ca_file,
@@ -129,6 +124,15 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         routing_replay=config.model.routing_replay,
         mask_truncated=config.algorithm.mask_truncated,
     )
+
+
+def _redis_url(config: RunConfig) -> str:
+    if config.services.redis_url is None:
+        raise ConfigError(
+            "services.redis_url is not set",
+            "volley train starts a server and sets it; or set one: redis://host:6379/0",
+        )
+    return config.services.redis_url
 
 
 def _bounds(config: RunConfig) -> TokenBounds:

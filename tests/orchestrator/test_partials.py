@@ -153,7 +153,7 @@ async def test_after_a_kill_no_stored_turn_is_sampled_again(is_env_lost):
 
 
 async def test_an_episode_for_a_privileged_teacher_is_played_again_from_its_turns() -> None:
-    """What the teacher is shown of it is not stored: the environment repeats it."""
+    """A stored episode lacks the texts for the teacher, which the environment gives again in the repeated turns."""
     store, env = MemoryStore(), RememberingEnv(n_turns=2)
     for context in (EpisodeContext(), EpisodeContext()):
         process = await Process(store, env, ScriptedEngine()).begin()

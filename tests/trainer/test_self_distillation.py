@@ -37,7 +37,7 @@ LACKS = TeacherView(lacks=("sibling",))
 
 
 def logprobs(logits: np.ndarray) -> np.ndarray:
-    """Of the sampled tokens, [B, T]."""
+    """Compute log-probabilities [B, T] of the sampled tokens from logits [B, T, V]."""
     logits = logits - logits.max(-1, keepdims=True)
     return np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), IDS[..., None], -1)[..., 0]
 
@@ -67,7 +67,7 @@ def episode(i: int, sampler: np.ndarray) -> EpisodeTokens:
 def loss_and_gradient(
     section: AlgorithmSection, sampler: np.ndarray, advantages: Sequence[np.ndarray]
 ) -> tuple[float, np.ndarray]:
-    """Of all rows, from the logits; `sampler` are the log-probabilities of the policy that sampled."""
+    """Compute the loss of all rows, and its gradient by the logits; `sampler`: behaviour log-probabilities [B, T]."""
     zeros = np.zeros(MASK.shape, np.int32)
     weight = (1 / (len(MASK) * MASK.sum(1, keepdims=True))).astype(np.float32)
     mask, columns = MASK.astype(np.float32), np.stack([one[1:] for one in advantages]).astype(np.float32)

@@ -66,10 +66,7 @@ def configure(
     for one in rewards:
         one.check(chosen.columns, with_object=box is not None and box.is_class)
     packed = pack({split: part for split, part in chosen.splits.items() if part.tasks}, rewards, box)
-    archive = _FOLDER / hashlib.sha256(packed.content).hexdigest()[:32] / f"{plain_name(data)}.zip"
-    if not archive.is_file():
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        replace(archive, packed.content)
+    archive = _stored(packed.content, plain_name(data))
     named = ", ".join(one.file.name for one in rewards)
     checked = trial.check(packed.content, archive.parent, named, box.file.name if box else "")
     loaded = configuration.load(config, overrides, given={**given, "data": {"env": str(archive)}})
@@ -78,6 +75,15 @@ def configure(
     splits, turns = [*packed.splits.values()], 1 if box is None else box.turns
     loaded = defaults.fitted(loaded, _model_of(loaded), plain_name(data), splits, turns=turns, tools=checked.tools)
     return dataclasses.replace(loaded, notes=(*loaded.notes, *_notes(chosen, packed, checked)))
+
+
+def _stored(content: bytes, name: str) -> Path:
+    """Keep an environment's archive in the cache, under its digest."""
+    archive = _FOLDER / hashlib.sha256(content).hexdigest()[:32] / f"{name}.zip"
+    if not archive.is_file():
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        replace(archive, content)
+    return archive
 
 
 def with_environment(
