@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -12,18 +12,9 @@ from fastapi import FastAPI
 from services.orchestrator import metrics
 from services.orchestrator.agents import AgentRecorder, RecorderContext, agent_recorder
 from services.orchestrator.episodes.dispatch import Dispatcher
-from services.orchestrator.episodes.groups import GroupTeaching
-from services.orchestrator.episodes.own_servers import OwnServers
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
-from services.orchestrator.episodes.privileged import PrivilegedTeaching
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.teacher import (
-    EpisodeTeaching,
-    Teacher,
-    Teaching,
-    TeachingBudget,
-    TeachingByEnvironment,
-)
+from services.orchestrator.episodes.teaching import Teachers, TeachingContext
 from services.orchestrator.judges import JudgeContext
 from services.orchestrator.mixture.curriculum import rule_of
 from services.orchestrator.orchestrator import Orchestrator
@@ -40,11 +31,8 @@ from services.orchestrator.status import RunStatus
 from services.orchestrator.store import RecordStore
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
-from shared.clients.keys import read_key
 from shared.clients.rollout import RolloutClient
-from shared.clients.teacher import TeacherClient
 from shared.clients.trainer import TrainerClient
-from shared.files.spending import SpendingStore
 from shared.models import content
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
@@ -93,10 +81,12 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         partials = await stack.enter_async_context(_partials(settings))
         agents = None if recorder is None else recorder.agents
         runner = EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, agents, partials)
-        teaching, privileged = await stack.enter_async_context(_teaching(settings, tokenizer, balancer, status))
-        dispatcher = Dispatcher(
-            runner, balancer, status, slots=slots, max_attempts=settings.bounds.max_attempts, teaching=teaching
-        )
+        teachers = Teachers()
+        if settings.teachers is not None:
+            asked = TeachingContext(tokenizer, balancer, status, settings.bounds)
+            teachers = await stack.enter_async_context(settings.teachers(asked))
+        n_attempts, teaching = settings.bounds.max_attempts, teachers.of_episodes
+        dispatcher = Dispatcher(runner, balancer, status, slots=slots, max_attempts=n_attempts, teaching=teaching)
         judges = None
         if settings.judges is not None:
             judges = await stack.enter_async_context(settings.judges(JudgeContext(tokenizer, status)))
@@ -117,7 +107,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             recorder=recorder,
             judges=judges,
             partials=partials,
-            privileged=privileged,
+            privileged=teachers.of_groups,
         )
         yield RunningService(
             _application(settings, tokens, orchestrator, recorder),
@@ -190,45 +180,6 @@ async def _partials(settings: OrchestratorSettings) -> AsyncIterator[PartialRoll
         yield PartialRollouts(store)
     finally:
         await asyncio.to_thread(store.close)
-
-
-type _GroupTeachers = Callable[[str], GroupTeaching | None]
-"""Returns the teacher that scores whole groups of an environment, if it has one."""
-
-
-@asynccontextmanager
-async def _teaching(
-    settings: OrchestratorSettings, tokenizer: ChatTokenizer, balancer: Balancer, status: RunStatus
-) -> AsyncIterator[tuple[Teaching | None, _GroupTeachers]]:
-    """Open the teachers, if any are configured: of episodes, and of whole groups. Raises ConfigError."""
-    if (configured := settings.teachers) is None:
-        yield None, lambda _: None
-        return
-    servers, bounds = configured.all_teachers(), settings.bounds
-    of_episodes, of_groups = dict[str, EpisodeTeaching](), dict[str, GroupTeaching]()
-    async with AsyncExitStack() as stack:
-        store: SpendingStore | None = None
-        if any(server.max_requests or server.max_tokens for server in servers.values()):
-            store = stack.enter_context(await asyncio.to_thread(SpendingStore, RunFolder(settings.folder).teacher))
-        for key, server in servers.items():
-            limits, budget = (server.max_requests, server.max_tokens), None
-            if store is not None and any(limits):
-                budget = TeachingBudget(store, *limits, key)
-            teacher: Teacher = OwnServers(balancer, server.timeout_s)
-            if not server.is_self:
-                token = read_key(server.token_file, f"{key}.token_file")
-                client = TeacherClient(server, tokenizer.token, key=token, ca_file=settings.ca_file)
-                teacher = await stack.enter_async_context(client)
-            teaching = EpisodeTeaching(teacher, status, server.max_concurrent, budget)
-            if server.templates:
-                longest = bounds.context_length - 1 if server.is_self else None
-                of_groups[key] = PrivilegedTeaching(teaching, tokenizer, server.templates, longest, bounds.max_attempts)
-            else:
-                of_episodes[key] = teaching
-        yield (
-            TeachingByEnvironment(configured.teacher_of, of_episodes),
-            lambda env: of_groups.get(configured.teacher_of(env) or ""),
-        )
 
 
 def _discover(registry: Registry, fixed_urls: Sequence[str]) -> Discover:

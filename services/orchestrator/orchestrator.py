@@ -10,8 +10,9 @@ from typing import Any
 
 from services.orchestrator.agents import AgentRecorder
 from services.orchestrator.episodes.dispatch import Dispatcher
-from services.orchestrator.episodes.groups import GroupPlan, GroupTeaching, run_group
+from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.episodes.partials import PartialRollouts
+from services.orchestrator.episodes.teaching import GroupTeaching
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
 from services.orchestrator.judges import GroupJudges

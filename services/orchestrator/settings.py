@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator.episodes.teaching import OpenTeachers, teachers_of
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.judges import OpenJudges, judges_of
 from services.orchestrator.schedule.reservations import Admission
@@ -16,7 +17,7 @@ from shared.errors import ConfigError
 from shared.generation_schema import GenerationSection, has_fresh_rounds, round_size, started_ahead
 from shared.run.shares import Member, configured
 from shared.schema import RunConfig
-from shared.services_schema import Limits, OrchestratorEndpoint, TokenFiles
+from shared.services_schema import Limits, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class OrchestratorSettings:
     max_steps: int
     n_eval_tasks: int
     eval_every: int | None
-    teachers: OrchestratorEndpoint | None = None
+    teachers: OpenTeachers | None = None
     judges: OpenJudges | None = None
     routing_replay: bool = False
     mask_truncated: bool = False
@@ -119,7 +120,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         max_steps=trainer.max_steps,
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
-        teachers=services.orchestrator if config.algorithm.teacher_kl_coef else None,
+        teachers=teachers_of(config),
         judges=judges_of(config),
         routing_replay=config.model.routing_replay,
         mask_truncated=config.algorithm.mask_truncated,

@@ -10,7 +10,6 @@ import orjson
 import pytest
 
 from services.env.app import open_service
-from shared.clients.teacher import TeacherAway
 from shared.config import load
 from shared.errors import ConfigError, ServiceUnreachable, Unavailable
 from shared.process.ports import free_port, hold
@@ -26,6 +25,7 @@ from volley.local.supervisor import RestartPolicy
 from volley.printing import json_output
 from volley.runs import addresses
 from volley.runs.record import claimed
+from volley_algorithms.teachers.client import TeacherAway
 from volley_commands import status
 
 CONFIG = "configs/chaos.yaml"

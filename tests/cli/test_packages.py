@@ -16,6 +16,7 @@ import pytest
 from services.env.app import open_extension
 from services.env.settings import ConfiguredSource, from_config
 from services.env.threads import ThreadRunner
+from services.orchestrator.settings import from_config as orchestrator_settings
 from services.trainer.app import open_service as open_trainer_process
 from shared import packages
 from shared.config import load
@@ -371,6 +372,15 @@ async def test_a_trainer_of_several_processes_names_its_package(monkeypatch: pyt
     with pytest.raises(ConfigError, match="processes: it belongs to the package volley-rl-multihost, which is not"):
         async with open_trainer_process(config):
             pytest.fail("it was opened")
+
+
+def test_a_run_with_a_teacher_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "services.redis_url=redis://127.0.0.1:1", "services.orchestrator.teacher.url=http://127.0.0.1:1"
+    config = load([PROJECT / "configs" / "chaos.yaml"], [*given, "algorithm.teacher_kl_coef=1"]).config
+    found = packages.found
+    monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
+    with pytest.raises(ConfigError, match="teachers: it belongs to the package volley-rl-algorithms, which is not"):
+        orchestrator_settings(config)
 
 
 @pytest.mark.parametrize(

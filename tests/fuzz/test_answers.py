@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.clients.teacher import TeacherClient
 from shared.errors import DecodeError, InputError, Unavailable, VolleyError, from_problem, problem
 from shared.queue import registry
 from shared.server_schema import TeacherServer
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
+from volley_algorithms.teachers.client import TeacherClient
 
 ANSWERS: dict[str, dict[str, Any]] = {
     "create": {"episode_id": "e", "task": "t", "messages": [{"role": "user", "content": "x"}], "tools": []},

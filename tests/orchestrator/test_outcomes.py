@@ -17,7 +17,6 @@ from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds
 from shared import codec, errors
-from shared.clients import teacher
 from shared.clients.env import StepReply
 from shared.errors import DecodeError, RateLimited, VolleyError
 from shared.models import continuation
@@ -38,6 +37,7 @@ from tests.orchestrator.fakes import (
 from tests.support.tokenizer import tiny_tokenizer
 from tests.support.virtual_time import virtual_time
 from volley_agents.sessions import failures as sessions
+from volley_algorithms.teachers import client as teacher
 
 PROJECT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
@@ -106,6 +106,7 @@ import sys
 import orjson
 import services.orchestrator.app
 import volley_agents.sessions.wiring
+import volley_algorithms.teachers.opening
 from shared.errors import from_problem
 for body in orjson.loads(sys.stdin.buffer.read()):
     again = from_problem(body["status"], body)

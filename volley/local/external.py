@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shared import packages
 from shared.clients.base import HttpClient
-from shared.clients.keys import read_key
-from shared.clients.teacher import TeacherClient
 from shared.errors import (
     ConfigError,
     Forbidden,
@@ -82,7 +81,8 @@ async def check(config: RunConfig) -> None:
             except Forbidden as error:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
     await _check_engines(config)
-    await _check_teacher(config)
+    if config.algorithm.teacher_kl_coef and not config.is_supervised:
+        await packages.part("teachers.check")(config)
 
 
 async def _check_engines(config: RunConfig) -> None:
@@ -96,16 +96,6 @@ async def _check_engines(config: RunConfig) -> None:
             except ServiceUnreachable as error:
                 hint = "start it first, as docs/engines.md says"
                 raise ServiceUnreachable(f"rollout.engine.url: {error.detail}", hint) from error
-
-
-async def _check_teacher(config: RunConfig) -> None:
-    """Raises TeacherAway, TeacherRefused, ConfigError (a key)."""
-    if not config.algorithm.teacher_kl_coef or config.is_supervised:
-        return
-    for name, server in config.services.orchestrator.foreign_teachers().items():
-        key, ca_file = read_key(server.token_file, f"{name}.token_file"), config.services.tls.ca_file
-        async with TeacherClient(server, str, key=key, ca_file=ca_file) as teacher:
-            await teacher.ready()
 
 
 def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigError:

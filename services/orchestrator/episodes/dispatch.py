@@ -14,7 +14,7 @@ import time
 from services.orchestrator import metrics
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.teacher import Teaching
+from services.orchestrator.episodes.teaching import Teaching
 from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.slots import Purpose, Slots

@@ -6,13 +6,14 @@ A group is either complete, or failed with the error's class, the environment an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.lockstep import TurnBarrier
+from services.orchestrator.episodes.teaching import GroupTeaching
 from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.judges import GroupJudges
 from services.orchestrator.servers.balancer import VersionBounds
@@ -23,14 +24,6 @@ from shared.run.seeding import TicketTask
 from shared.types import Group, Trajectory
 
 _log = telemetry.Log("groups")
-
-
-class GroupTeaching(Protocol):
-    """`PrivilegedTeaching` method that groups use."""
-
-    async def teach(
-        self, trajectories: Sequence[Trajectory], contexts: Sequence[EpisodeContext]
-    ) -> tuple[Trajectory, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)

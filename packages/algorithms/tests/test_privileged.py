@@ -14,15 +14,11 @@ from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.episodes.own_servers import OwnServers
-from services.orchestrator.episodes.privileged import PrivilegedTeaching
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.teacher import EpisodeTeaching
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.env import StepReply
-from shared.clients.teacher import TeacherFailed
 from shared.errors import DecodeError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.teacher_view import TeacherPrompt, TeacherView
@@ -31,6 +27,10 @@ from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, b
 from tests.support.looking_back import LOOKING_BACK
 from tests.support.templates import tiny_folder
 from tests.support.tokenizer import tiny_tokenizer
+from volley_algorithms.teachers.client import TeacherFailed
+from volley_algorithms.teachers.own_servers import OwnServers
+from volley_algorithms.teachers.privileged import PrivilegedTeaching
+from volley_algorithms.teachers.teaching import EpisodeTeaching
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_id

@@ -14,13 +14,13 @@ import pytest
 from shared import codec
 from shared.clients.keys import read_key
 from shared.clients.rollout import RolloutClient
-from shared.clients.teacher import TeacherAway, TeacherClient, TeacherFailed, TeacherRefused, TeacherUnusable
-from shared.clients.token_texts import is_same
 from shared.errors import ConfigError, InputError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.server_schema import TeacherServer
 from tests.support.engine import RolloutDouble
 from tests.support.tokenizer import FOLDER, tiny_tokenizer
+from volley_algorithms.teachers.client import TeacherAway, TeacherClient, TeacherFailed, TeacherRefused, TeacherUnusable
+from volley_algorithms.teachers.token_texts import is_same
 
 IDS, START = np.array([40, 50, 60, 70, 80], np.int32), 2
 TOLD = [-0.5, -1.25, -3.0]

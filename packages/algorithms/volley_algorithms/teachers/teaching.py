@@ -21,12 +21,12 @@ from services.orchestrator import metrics
 from services.orchestrator.disk import retry_while_disk_full
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.status import RunStatus
-from shared.clients.teacher import TeacherAway, TeacherRefused
 from shared.errors import RateLimited, StorageUnavailable, VolleyError
 from shared.files.spending import SpendingStore
 from shared.process import telemetry
 from shared.teacher_view import TeacherLogprobs, TeacherPrompt, TeacherView
 from shared.types import EpisodeSequence, Trajectory
+from volley_algorithms.teachers.client import TeacherAway, TeacherRefused
 
 _AGAIN_S, _MOST_S = 0.1, 30.0
 """Pause between two requests, in seconds: the first, and the longest."""
@@ -60,17 +60,6 @@ class TeachingBudget:
             hint = f"raise {self._key}.{used_up.partition('=')[0]}"
             raise TeacherRefused(f"the budget of the teacher is used up: {used_up}", hint)
         self._store.count_tokens(self._name, n_tokens)
-
-
-class Teaching(Protocol):
-    """Adds a teacher's log-probabilities to an episode."""
-
-    async def add_logprobs(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """Return the episode with a teacher's log-probabilities of each of its sequences.
-
-        Raises VolleyError if the attempts are used up, or another one cannot help.
-        """
-        ...
 
 
 class TeachingByEnvironment:

@@ -23,12 +23,12 @@ import numpy as np
 
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.context import EpisodeContext
-from services.orchestrator.episodes.teacher import EpisodeTeaching
 from shared.errors import ContextExceeded
 from shared.models.chat import ChatTokenizer
 from shared.server_schema import placeholders
 from shared.teacher_view import TeacherPrompt, TeacherView
 from shared.types import Message, Trajectory
+from volley_algorithms.teachers.teaching import EpisodeTeaching
 
 _PROMPT, _SIBLING, _CONTEXT = "prompt", "sibling", "context"
 _ROLES = ("user", "system")
@@ -58,10 +58,7 @@ class PrivilegedTeaching:
     async def teach(
         self, trajectories: Sequence[Trajectory], contexts: Sequence[EpisodeContext]
     ) -> tuple[Trajectory, ...]:
-        """Return the episodes of a group with the teacher's log-probabilities, or with what they lack.
-
-        Raises VolleyError, alone or in a group, if the teacher fails an episode for good.
-        """
+        """As `GroupTeaching.teach`."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._taught(one, context, sibling_of(one, trajectories, contexts)))

@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from services.orchestrator import disk
-from services.orchestrator.episodes import teacher as episode_teacher
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget, TeachingByEnvironment
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
-from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable
 from shared.errors import RateLimited, StorageFull, VolleyError
 from shared.files.spending import SpendingStore
 from shared.services_schema import OrchestratorEndpoint
@@ -27,6 +24,9 @@ from shared.teacher_view import TeacherLogprobs
 from shared.types import Branch, Group, VersionSpan
 from tests.orchestrator.fakes import BOUNDS, ScriptedEngine, ScriptedEnv, balancer_of, plan, runner_of, spec
 from tests.support.virtual_time import virtual_time
+from volley_algorithms.teachers import teaching as episode_teacher
+from volley_algorithms.teachers.client import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable
+from volley_algorithms.teachers.teaching import EpisodeTeaching, TeachingBudget, TeachingByEnvironment
 
 
 @dataclass

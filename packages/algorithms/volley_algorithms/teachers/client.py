@@ -18,10 +18,10 @@ import numpy as np
 from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.clients.keys import without_key
-from shared.clients.token_texts import is_same
 from shared.errors import InputError, MalformedAnswer, RateLimited, TlsFailed, Unavailable, VolleyError
 from shared.server_schema import TeacherServer
 from shared.teacher_view import MOST_POSITIVE, TeacherLogprobs
+from volley_algorithms.teachers.token_texts import is_same
 
 if TYPE_CHECKING:
     from httpx import AsyncBaseTransport

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
-from shared.clients.teacher import TeacherAway, TeacherFailed
 from shared.errors import RateLimited, Unavailable, VolleyError
 from shared.teacher_view import TeacherLogprobs
+from volley_algorithms.teachers.client import TeacherAway, TeacherFailed
 
 
 class OwnServers:
