@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task
-from shared.errors import VolleyError
+from shared.errors import InputError, VolleyError
 from shared.process import telemetry
 
 MAX_AGENT_S = 24 * 3600.0
@@ -75,6 +75,34 @@ class GradableEpisode(Protocol):
     async def finish(self) -> StepResult:
         """End the episode as truncated, with the reward of its present state. Raises what `LiveEpisode.step` does."""
         ...
+
+
+@runtime_checkable
+class RestorableEpisode(LiveEpisode, Protocol):
+    """An episode whose environment stores its state: `info.snapshot` of a step, if `restorable`."""
+
+    @property
+    def restorable(self) -> bool: ...
+
+    async def restore(self, snapshot: Any) -> None:
+        """Go on from a snapshot, before the first step. Raises VolleyError for a defect."""
+        ...
+
+
+def is_restorable(episode: LiveEpisode | None) -> TypeGuard[RestorableEpisode]:
+    """Return True if a new episode can go on from the snapshots of this one."""
+    return isinstance(episode, RestorableEpisode) and episode.restorable
+
+
+async def restore(env: str, episode: LiveEpisode, snapshot: Any) -> None:
+    """Let a new episode go on from a snapshot; one that fails is closed. Raises InputError, VolleyError."""
+    try:
+        if not is_restorable(episode):
+            raise InputError(f"snapshot: episodes of {env} cannot be restored", "leave it out")
+        await episode.restore(snapshot)
+    except BaseException:
+        await asyncio.shield(episode.close())
+        raise
 
 
 @runtime_checkable

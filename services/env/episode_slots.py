@@ -43,7 +43,7 @@ class EpisodeWatcher(Protocol):
 class EpisodeRequest:
     """A create request. `env` is the requested name, `entry` the catalogue entry that it stood for on arrival.
 
-    `seed: None` derives a seed from the request's id.
+    `seed: None` derives a seed from the request's id. `snapshot` is the state to go on from, None for the beginning.
     """
 
     env: str
@@ -51,6 +51,7 @@ class EpisodeRequest:
     index: int
     seed: int | None
     entry: CatalogueEntry = field(compare=False)
+    snapshot: Any = None
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from services.env.backend import (
     ProgramState,
     SeatedEpisode,
     finish_early,
+    restore,
 )
 from services.env.episode_slots import EpisodeCall, EpisodeRequest, EpisodeSlot, EpisodeWatcher
 from services.env.episode_types import Message, StepResult, assistant, fingerprint
@@ -269,9 +270,12 @@ class Episodes:
         try:
             with self._watched(slot, 0):
                 episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
-            slot.played_by = episode if isinstance(episode, AgentPlayed) else None
-            slot.seated = episode if isinstance(episode, SeatedEpisode) and episode.seats else None
-            slot.episode = episode if self._rewards is None else self._rewards.wrap(entry.name, episode)
+                slot.played_by = episode if isinstance(episode, AgentPlayed) else None
+                slot.seated = episode if isinstance(episode, SeatedEpisode) and episode.seats else None
+                episode = episode if self._rewards is None else self._rewards.wrap(entry.name, episode)
+                if (snapshot := slot.request.snapshot) is not None:
+                    await restore(entry.name, episode, snapshot)
+            slot.episode = episode
         except VolleyError as error:
             slot.failure = error
             raise

@@ -37,6 +37,7 @@ class Opening:
     in steps.
     `timeout_s`: seconds that the program may take. `judged`: `finish` gives the reward of an agent's episode.
     `seats`: names of the players, of which `seat` answers first; empty if the episode has one conversation.
+    `restorable`: a new episode can go on from the snapshots of this one.
     """
 
     episode_id: str
@@ -49,6 +50,7 @@ class Opening:
     judged: bool = True
     seats: Sequence[str] = ()
     seat: str = ""
+    restorable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class StepReply:
     `hints` are texts of `info` that a privileged teacher may be shown, by name (HINTS).
     `fault` is the model's mistake in this turn, if any. `closed`: the episode is over, and the service forgets it by
     itself; services that do not say so want it deleted. In an episode with seats, `seat` answers next, and the last
-    reply has the `rewards` of all seats.
+    reply has the `rewards` of all seats. `snapshot` is the state after this step of an episode that is `restorable`.
     """
 
     messages: Sequence[Message]
@@ -86,6 +88,7 @@ class StepReply:
     hints: Mapping[str, str] = field(default_factory=dict[str, str])
     seat: str | None = None
     rewards: Mapping[str, float] | None = None
+    snapshot: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +164,15 @@ class EnvClient(HttpClient):
             raise DecodeError(f"the environment showed {len(found)} demonstrations of {len(indices)}")
         return found
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
-        """Start an episode; `seed` drives its randomness after the task is chosen. Raises NotFound."""
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
+        """Start an episode, or go on from a `snapshot`; `seed` drives its randomness after the task is chosen.
+
+        Raises NotFound, and InputError if its environment restores no snapshots.
+        """
         body = {"request_id": request_id, "env": env, "split": split, "index": index, "seed": seed}
+        body |= {} if snapshot is None else {"snapshot": snapshot}
         answer = await self.post("/episodes", body)
         return _read(lambda: _opening(answer))
 
@@ -216,6 +225,7 @@ def _opening(answer: Mapping[str, Any]) -> Opening:
         bool(info.get("judged", True)),
         seats,
         seats[seats.index(info["seat"])] if seats else "",
+        bool(info.get("restorable", False)),
     )
 
 
@@ -248,6 +258,7 @@ def _step(answer: Mapping[str, Any]) -> StepReply:
         hints={name: str(info[name]) for name in HINTS if _is_text(info.get(name))},
         seat=seat if isinstance(seat, str) else None,
         rewards={str(k): float(v) for k, v in rewards.items()} if isinstance(rewards, Mapping) else None,
+        snapshot=info.get("snapshot"),
     )
 
 

@@ -193,7 +193,9 @@ class Seeded(EnvClient):
         super().__init__(url)
         self._seed = seed
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
         return await super().create(request_id, env, split, index, seed=self._seed)
 
 

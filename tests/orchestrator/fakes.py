@@ -148,7 +148,9 @@ class ScriptedEnv:
     broken: set[int] = field(default_factory=set)
     by_request: dict[str, str] = field(default_factory=dict)
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
         if self.create_failures:
             raise self.create_failures.pop(0)
         if index in self.broken:

@@ -328,7 +328,7 @@ async def test_a_restart_between_two_environments_measures_only_the_one_that_is_
 
 async def test_another_environment_that_only_fails_holds_nothing_up(tmp_path):
     class Partly(ScriptedEnv):
-        async def create(self, request_id, env, split, index, *, seed):
+        async def create(self, request_id, env, split, index, *, seed, snapshot=None):
             if env == "gone@1":
                 raise NotFound("there is no environment 'gone@1'")
             return await super().create(request_id, env, split, index, seed=seed)

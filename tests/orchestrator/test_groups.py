@@ -148,7 +148,7 @@ async def test_an_environment_that_is_broken_when_asked_whether_it_is_ready_cost
 class OtherWords(ScriptedEnv):
     """Opens every episode with other words."""
 
-    async def create(self, request_id, env, split, index, *, seed):
+    async def create(self, request_id, env, split, index, *, seed, snapshot=None):
         self.prompt = f"play number {len(self.created)}"
         return await super().create(request_id, env, split, index, seed=seed)
 

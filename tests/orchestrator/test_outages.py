@@ -109,6 +109,55 @@ async def test_an_environment_service_that_is_killed_again_and_again_costs_no_at
     assert len(env.created) == 10
 
 
+class StoringEnv(KilledEnv):
+    """The same, whose episodes go on from the number of their steps, or refuse to."""
+
+    refuses = False
+
+    async def create(self, request_id, env, split, index, *, seed, snapshot=None):
+        if self.refuses and snapshot is not None:
+            raise VolleyError("the snapshot cannot be read")
+        opening = await super().create(request_id, env, split, index, seed=seed)
+        self.open[opening.episode_id] = snapshot or 0
+        return replace(opening, restorable=True)
+
+    async def step(self, episode_id, request_id, content):
+        reply = await super().step(episode_id, request_id, content)
+        return replace(reply, snapshot=self.open[episode_id])
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_lost_episode_goes_on_from_its_newest_snapshot_or_is_played_again(monkeypatch, refuses):
+    """The environment sees each action once; if it refuses its snapshot, it sees them again."""
+    monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(environments, "_AGAIN_S", 0.0)
+    env, engine = StoringEnv(n_turns=4), ScriptedEngine()
+    env.kills, env.refuses = 8, refuses
+    trajectory = await dispatcher_of(env, balancer_of(engine), BOUNDS).episode(spec(), "train")
+    assert (trajectory.reward, len(engine.prompts), len(env.texts)) == (4.0, 4, 5 if refuses else 4)
+    assert trajectory.failures == {"ServiceUnreachable": 1, **({"VolleyError": 1} if refuses else {})}
+    assert (len(env.created), env.open) == (2, {})
+
+
+class ChangingEnv(KilledEnv):
+    """The same, whose every new episode gives other answers."""
+
+    async def step(self, episode_id, request_id, content):
+        self.reply = f"next {len(self.created)}"
+        return await super().step(episode_id, request_id, content)
+
+
+async def test_an_environment_that_answers_a_repeated_turn_differently_is_named(monkeypatch):
+    """Sampling goes on from that turn."""
+    monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(environments, "_AGAIN_S", 0.0)
+    env, engine = ChangingEnv(n_turns=3), ScriptedEngine()
+    env.kills = 8
+    trajectory = await dispatcher_of(env, balancer_of(engine), ONE_ATTEMPT).episode(spec(), "train")
+    assert trajectory.failures == {"ServiceUnreachable": 1, "EpisodeChanged": 1}
+    assert (trajectory.reward, trajectory.attempt, len(engine.prompts)) == (3.0, 0, 4)
+
+
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [

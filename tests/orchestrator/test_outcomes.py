@@ -85,7 +85,7 @@ def test_what_is_done_about_each_class():
     }
     assert {name for name, e in named.items() if e.cause == "defect"} == {
         "VolleyError", "DecodeError", "MalformedAnswer", "Untrainable", "PrefixBroken", "NonFinite", "SandboxFailed",
-        "GradingEnded", "NemoGymRefused", "OpenEnvRefused",
+        "GradingEnded", "NemoGymRefused", "OpenEnvRefused", "EpisodeChanged",
     }  # fmt: skip
     assert {name for name, e in named.items() if e.outage} == {
         *("ServiceUnreachable", "TlsFailed", "NotReady", "WeightsUnpublished", "EngineDied", "EpisodeLost"),

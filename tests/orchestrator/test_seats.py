@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,9 @@ class Game(ScriptedEnv):
     seats: Sequence[str] = SEATS
     first: str = "x"
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
         opening = await super().create(request_id, env, split, index, seed=seed)
         return replace(opening, seats=self.seats, seat=self.first)
 

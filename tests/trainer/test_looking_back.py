@@ -81,7 +81,7 @@ class Talk(ScriptedEnv):
     messages: list = field(default_factory=list)
     tools: tuple = ()
 
-    async def create(self, request_id, env, split, index, *, seed):
+    async def create(self, request_id, env, split, index, *, seed, snapshot=None):
         self.answers = answers_of(self.messages)
         return Opening("e1", "train/0", self.messages[: self.answers[0]], self.tools)
 

@@ -178,7 +178,9 @@ class SimulatedEnv:
     step_s: float = 0.0
     open: set[str] = field(default_factory=set[str])
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
         self.open.add(request_id)
         return Opening(request_id, f"{split}/{index}", [{"role": "user", "content": f"{seed} {index} {request_id}"}])
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -33,7 +34,9 @@ class BusyClient(EnvClient):
 
     n_refused = 0
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
         if not self.n_refused:
             self.n_refused += 1
             raise RateLimited("1398 layouts are drawn by now", retry_after_s=0.01)

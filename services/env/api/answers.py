@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from services.env.backend import AgentSpec, GradableEpisode
+from services.env.backend import AgentSpec, GradableEpisode, is_restorable
 from services.env.episode_slots import EpisodeSlot
 from services.env.episode_types import Demonstration, Fault, StepResult
 
@@ -133,6 +133,7 @@ def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
             "index": request.index,
             "seed": slot.seed,
             **({"scored_at_end": True} if isinstance(slot.episode, GradableEpisode) else {}),
+            **({"restorable": True} if is_restorable(slot.episode) else {}),
             **({} if slot.played_by is None else _of_agent(slot.played_by.agent)),
             **({} if slot.seated is None else {"seats": list(slot.seated.seats), "seat": slot.seated.seat}),
         },

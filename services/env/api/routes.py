@@ -73,8 +73,9 @@ async def create_episode(request: Request) -> Response:
     """Start an episode of one task. Idempotent by `request_id` while the episode lives."""
     body = await read(request, CreateBody)
     state = state_of(request)
-    wanted = EpisodeRequest(body.env, body.split, body.index, body.seed, state.catalogue.get(body.env))
-    await state.content.ensure(wanted.entry)
+    entry = state.catalogue.get(body.env)
+    wanted = EpisodeRequest(body.env, body.split, body.index, body.seed, entry, body.snapshot)
+    await state.content.ensure(entry)
     slot = await state.episodes.create(body.request_id, wanted)
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 

@@ -42,13 +42,17 @@ class TasksBody(Body, json_schema_extra=example(split="train", indices=[0, 1])):
 
 
 class CreateBody(Body, json_schema_extra=example(request_id="1", env="frozen_lake", split="train", index=0)):
-    """`seed` drives everything random in the episode; by default it is derived from `request_id`."""
+    """`seed` drives everything random in the episode; by default it is derived from `request_id`.
+
+    `snapshot`: the episode goes on from `info.snapshot` of a step, instead of its beginning.
+    """
 
     request_id: RequestId
     env: Name
     split: Name
     index: Index
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    snapshot: JsonValue = None
 
 
 class AssistantMessage(BaseModel):

@@ -86,10 +86,7 @@ class TokenBudget:
             return
         if self.is_used_up:
             raise error
-        name = type(error).__name__
-        self.failures[name] += 1
-        metrics.FAILED_ATTEMPTS.labels(name).inc()
-        metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
+        self.record(error)
         if error.outage:
             self.outages.n += 1
             self._extend_deadline(took_s)
@@ -97,6 +94,13 @@ class TokenBudget:
             self.used = self.used + 1 if error.transient else self.max_attempts
         if self.is_used_up:
             raise error
+
+    def record(self, error: VolleyError) -> None:
+        """Record a failure that may cost no attempt."""
+        name = type(error).__name__
+        self.failures[name] += 1
+        metrics.FAILED_ATTEMPTS.labels(name).inc()
+        metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
 
     def _extend_deadline(self, seconds: float) -> None:
         if self.timer is not None and (due := self.timer.when()) is not None:

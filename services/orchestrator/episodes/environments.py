@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.failures import EpisodeLost
@@ -26,7 +26,9 @@ _POLL_S, _AGAIN_S, _MOST_S = 0.5, 0.1, 5.0
 class Environments(Protocol):
     """`EnvClient` methods that episodes use."""
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening: ...
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepReply: ...
 
@@ -51,14 +53,17 @@ class EnvironmentCalls:
                     return await self.environments.ready()
                 await asyncio.sleep(_POLL_S)
 
-    async def open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget, *, is_kept: bool = False) -> Opening:
+    async def open(
+        self, spec: SamplingSpec, request_id: str, budget: TokenBudget, *, is_kept: bool = False, snapshot: Any = None
+    ) -> Opening:
         """Create an episode, or return the one already created with this request id.
 
         Args:
             is_kept: the episode is from an earlier process; a cancelled call does not delete it.
+            snapshot: state of a lost episode, from which this one goes on.
         """
         try:
-            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget, started=False)
+            opening = await self._repeat(lambda: self._create(spec, request_id, snapshot), spec, budget, started=False)
             self._status.turn_answered(spec.env, 0, 0.0)
             return opening
         except asyncio.CancelledError:
@@ -67,7 +72,7 @@ class EnvironmentCalls:
             # The service may have created the episode; the same request id returns its episode id.
             with suppress(VolleyError, TimeoutError):
                 async with asyncio.timeout(_DELETE_S):
-                    opening = await self._create(spec, request_id)
+                    opening = await self._create(spec, request_id, snapshot)
                     await self.environments.delete_episode(opening.episode_id)
             raise
 
@@ -78,9 +83,10 @@ class EnvironmentCalls:
             await self.delete(opening.episode_id)
             raise EpisodeLost(f"the environment lost episode {episode_id}")
 
-    async def _create(self, spec: SamplingSpec, request_id: str) -> Opening:
+    async def _create(self, spec: SamplingSpec, request_id: str, snapshot: Any = None) -> Opening:
         seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
-        return await self.environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
+        env, split, index = spec.env, spec.split, spec.index
+        return await self.environments.create(request_id, env, split, index, seed=seed, snapshot=snapshot)
 
     async def call[T](
         self, spec: SamplingSpec, budget: TokenBudget, episode_id: str, call: Callable[[], Awaitable[T]]

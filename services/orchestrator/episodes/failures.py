@@ -7,6 +7,7 @@
     │   ├── EpisodeTimeout             the episode's deadline passed
     │   ├── AgentDied                  the agent failed, or ended without a reward
     │   └── AgentSilent                the agent ended without having called the model
+    ├── EpisodeChanged                 a repeated turn was answered differently; sampling goes on from there
     ├── PrefixBroken                   a turn would not continue exactly what was sampled before: a defect, never data
     └── WrongVersion                   an evaluation got tokens of another version than the one it measures
 
@@ -24,6 +25,10 @@ class PromptTooLong(TooLarge):
 
 class EpisodeLost(Unavailable):
     title, outage = "Episode lost", True
+
+
+class EpisodeChanged(VolleyError):
+    title = "Episode changed"
 
 
 class EpisodeTimeout(Unavailable):

@@ -1,10 +1,10 @@
 """Run one episode: model and environment take turns until one of them, or a limit, ends it.
 
 The tokens so far are the whole state of the model's side. So if a server fails, the turn continues on another one, and
-a turn that a weight update cut short continues. Only the environment's state can be lost; then the episode restarts
-(see `groups`), and repeats the model's turns as long as the environment answers the same. The model's actions are data;
-exceptions are infrastructure failures. In a game of several seats, the environment says which of them answers next
-(see `seats`).
+a turn that a weight update cut short continues. Only the environment's state can be lost. Then the episode goes on from
+the environment's newest snapshot, or it restarts (see `dispatch`) and repeats the model's turns as long as the
+environment answers the same. The model's actions are data; exceptions are infrastructure failures. In a game of several
+seats, the environment says which of them answers next (see `seats`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Literal, Protocol
 
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.environments import EnvironmentCalls, Environments
-from services.orchestrator.episodes.failures import EpisodeTimeout, PromptTooLong
+from services.orchestrator.episodes.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
 from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.episodes.seats import EpisodeEnd, RunningEpisode
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TurnSampler
@@ -96,6 +98,7 @@ class EpisodeRunner:
     ) -> Trajectory:
         """Let the model answer the environment until the episode ends. Args: started: time of the call of `open`."""
         env_s, ended = time.monotonic() - started, None
+        episode = RunningEpisode(spec, budget, opening, request_id, env_s, opening.seat)
         try:
             if spec.context is not None and opening.seats:
                 raise DecodeError(
@@ -104,7 +107,6 @@ class EpisodeRunner:
             prompt = await self._prompt(opening)
             if spec.context is not None:
                 spec.context.begin(opening.messages, len(prompt), opening.tools)
-            episode = RunningEpisode(spec, budget, opening, request_id, env_s, opening.seat)
             episode.sit(prompt, opening.messages)
             ended = await self._run_turns(episode)
         except asyncio.CancelledError:
@@ -112,7 +114,7 @@ class EpisodeRunner:
             raise
         finally:
             if not (self._partials.keeps(spec) or (ended is not None and ended.is_closed)):
-                await self._calls.delete(opening.episode_id)
+                await self._calls.delete(episode.opening.episode_id)
         trajectory = episode.trajectory(ended, time.monotonic() - started)
         trajectory.validate()
         if spec.context is None:  # which would be lost; a resumed episode plays its stored turns again
@@ -254,8 +256,8 @@ class EpisodeRunner:
 
     async def _step(self, episode: RunningEpisode, number: int, text: str) -> StepReply:
         """Send the model's text; text beyond the service's limit was cut, as it is no failure. Raises EpisodeLost."""
-        id_, request_id = episode.opening.episode_id, f"{episode.request_id}-{number}"
-        return await self._call(episode, lambda: self._calls.environments.step(id_, request_id, text))
+        step, request_id = self._calls.environments.step, f"{episode.request_id}-{number}"
+        return await self._call(episode, lambda id_: step(id_, request_id, text))
 
     async def _finish(self, episode: RunningEpisode) -> bool:
         """Add the final reward of an episode that one of our limits ends, if the environment scores the end.
@@ -264,17 +266,31 @@ class EpisodeRunner:
         """
         if not episode.opening.scored_at_end or episode.opening.seats:
             return False
-        id_, request_id = episode.opening.episode_id, f"{episode.request_id}-finish"
-        found = await self._call(episode, lambda: self._calls.environments.finish(id_, request_id))
+        finish, request_id = self._calls.environments.finish, f"{episode.request_id}-finish"
+        found = await self._call(episode, lambda id_: finish(id_, request_id))
         episode.present.recorder.add_reward(found.reward, found.reward_components)
         if episode.spec.context is not None:
             episode.spec.context.hints.update(found.hints)
         return found.success
 
-    async def _call(self, episode: RunningEpisode, call: Callable[[], Awaitable[StepReply]]) -> StepReply:
-        """Call the environment service, and add the time to the episode's."""
-        started_at = time.monotonic()
-        reply = await self._calls.call(episode.spec, episode.budget, episode.opening.episode_id, call)
+    async def _call(self, episode: RunningEpisode, call: Callable[[str], Awaitable[StepReply]]) -> StepReply:
+        """Call the environment service about the episode's id, and add the time to the episode's.
+
+        A lost episode goes on in another one from the newest snapshot. Raises EpisodeLost if there is none.
+        """
+        spec, budget, started_at = episode.spec, episode.budget, time.monotonic()
+        while True:
+            id_ = episode.opening.episode_id
+            try:
+                reply = await self._calls.call(spec, budget, id_, partial(call, id_))
+                break
+            except EpisodeLost as error:
+                if episode.snapshot is None:
+                    raise
+                budget.count_failure(error)
+                opening = await self._calls.open(spec, uuid.uuid4().hex, budget, snapshot=episode.snapshot)
+                episode.opening = replace(episode.opening, episode_id=opening.episode_id)
+        episode.snapshot = reply.snapshot if episode.opening.restorable else None
         episode.env_s += time.monotonic() - started_at
         return reply
 

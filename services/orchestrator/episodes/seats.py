@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.recorder import Recorder
@@ -51,7 +52,7 @@ class RunningEpisode:
     """An episode: its seats that had a turn, and the environment's side.
 
     `seat` is the one whose turn it is. `env_s` are the seconds in calls of the environment service, `request_id` starts
-    the ids of these calls.
+    the ids of these calls. `snapshot` is the environment's newest, if episodes of it can be restored.
     """
 
     spec: SamplingSpec
@@ -61,6 +62,7 @@ class RunningEpisode:
     env_s: float
     seat: str
     seats: dict[str, SeatConversation] = field(default_factory=dict[str, SeatConversation])
+    snapshot: Any = None
 
     @property
     def present(self) -> SeatConversation:

@@ -1,7 +1,7 @@
 """Sample one assistant turn, in several parts if a weight update cuts it short or a server fails.
 
 Every part continues exactly the recorded ids; tokens of a failed server are lost and sampled again. A repeated attempt
-repeats the turns already sampled, as long as the environment answers the same.
+repeats the turns already sampled, as long as the environment answers the same; else an error names the turn.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import blake3
 from services.orchestrator import metrics
 from services.orchestrator.episodes.budget import SampledTurn, TokenBudget
 from services.orchestrator.episodes.context import EpisodeContext
-from services.orchestrator.episodes.failures import WrongVersion
+from services.orchestrator.episodes.failures import EpisodeChanged, WrongVersion
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
 from shared.errors import RateLimited, Unavailable, VolleyError
-from shared.process import tracing
+from shared.process import telemetry, tracing
 from shared.run import seeding
 from shared.types import WeightVersion
 
 _ABORT_S = 2.0
+_log = telemetry.Log("turns")
 _MOST_EMPTY = 64
 """Most answers in a row without a token, for one turn."""
 
@@ -146,7 +147,11 @@ class TurnSampler:
         """
         turns, number = episode.budget.sampled, max(0, episode.budget.turn - 1)
         before = blake3.blake3(episode.recorder.prompt().tobytes()).digest()
-        if number < len(turns) and turns[number].before == before:
+        if number < len(turns) and turns[number].before != before:
+            changed = EpisodeChanged(f"{episode.spec.env} answered turn {number} differently when it was repeated")
+            episode.budget.record(changed)
+            _log.error("episode changed", ticket=episode.spec.ticket, turn=number, error=str(changed))
+        elif number < len(turns):
             versions = [WeightVersion.parse(span.version) for part in turns[number].parts for span in part.versions]
             if all(self.is_usable(version, episode.spec.need) for version in versions):
                 return turns[number]

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -43,7 +44,9 @@ class ProgramEnv(ScriptedEnv):
     programs: dict[str, asyncio.Task[str]] = field(default_factory=dict)
     outputs: list[str | None] = field(default_factory=list)
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+    async def create(
+        self, request_id: str, env: str, split: str, index: int, *, seed: int, snapshot: Any = None
+    ) -> Opening:
         made = await super().create(request_id, env, split, index, seed=seed)
         return Opening(made.episode_id, made.task, made.messages, agent=self.kind, judged=self.judged)
 

@@ -58,8 +58,8 @@ class SandboxedBackend(KnownSplits):
 
     async def reset(self, split: str, index: int, seed: int) -> LiveEpisode:
         sandbox, opened, protocol = await self._opened(split, index, seed)
-        seats = opened.seats, opened.seat
-        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, protocol == "volley", *seats)
+        more = opened.seats, opened.seat, opened.restorable
+        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, protocol == "volley", *more)
 
     async def _opened(
         self, split: str, index: int, seed: int
@@ -145,12 +145,16 @@ class SandboxedEpisode:
     reads_messages: bool
     seats: tuple[str, ...] = ()
     seat: str = ""
+    restorable: bool = False
     database: None = None
 
     async def step(self, message: Message) -> StepResult:
         if not self.reads_messages:
             message = Message(role="assistant", content=with_calls_written(message))
         return answers.read_step(await self.backend.call(self.sandbox, "step", "step", {"message": message}))
+
+    async def restore(self, snapshot: Any) -> None:
+        await self.backend.call(self.sandbox, "reset", "restore", {"snapshot": snapshot})
 
     async def close(self) -> None:
         await self.backend.end(self.sandbox)

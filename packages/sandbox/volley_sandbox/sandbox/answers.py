@@ -59,7 +59,8 @@ class Description:
 class OpenedEpisode:
     """Answer to `reset`: the task's id, the messages that the model answers first, and its tools.
 
-    `seats` are the players, if there are several, and `seat` is the one that answers first.
+    `seats` are the players, if there are several, and `seat` is the one that answers first. `restorable`: its class has
+    `snapshot` and `restore`.
     """
 
     task: str
@@ -67,6 +68,7 @@ class OpenedEpisode:
     tools: Sequence[Mapping[str, Any]]
     seats: tuple[str, ...] = ()
     seat: str = ""
+    restorable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ def read_task(value: Any) -> str:
 
 
 def read_opening(value: Any) -> OpenedEpisode:
-    given = {"seats": [], "seat": "", **value} if isinstance(value, dict) else value
-    found = _record(given, "the answer to reset", {"task", "messages", "tools", "seats", "seat"})
+    given = {"seats": [], "seat": "", "restorable": False, **value} if isinstance(value, dict) else value
+    found = _record(given, "the answer to reset", {"task", "messages", "tools", "seats", "seat", "restorable"})
     messages, seats = _messages(found["messages"]), found["seats"]
     if not messages:
         raise _wrong("the opening messages", found["messages"])
@@ -129,7 +131,8 @@ def read_opening(value: Any) -> OpenedEpisode:
     names = tuple(_text(seat, "the name of a seat", MAX_SEAT) for seat in seats)
     if found["seat"] not in (names or ("",)):
         raise _wrong("the seat that answers first", found["seat"])
-    return OpenedEpisode(read_task(found["task"]), messages, _tools(found["tools"]), names, found["seat"])
+    restorable = _flag(found["restorable"], "restorable")
+    return OpenedEpisode(read_task(found["task"]), messages, _tools(found["tools"]), names, found["seat"], restorable)
 
 
 def read_step(value: Any) -> StepResult:

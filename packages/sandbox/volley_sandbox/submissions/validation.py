@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.env.backend import EnvironmentDescription, LiveEpisode, SubmittedBackend
+from services.env.backend import EnvironmentDescription, LiveEpisode, SubmittedBackend, is_restorable, restore
 from services.env.episode_types import EVAL, TRAIN, Message, StepResult, assistant, fingerprint, user
 from shared.errors import VolleyError
 from volley_sandbox.agents.backend import START_S, AgentBackend
@@ -148,7 +148,7 @@ async def _check_play(backend: SubmittedBackend, findings: Findings) -> None:
 
 
 async def _check_episodes(backend: SubmittedBackend, findings: Findings) -> None:
-    """Play tasks of each split twice. Raises Failed."""
+    """Play tasks of each split twice, the second time from snapshots if there are any. Raises Failed."""
     plays = [
         (split, index, _REPLIES[number % len(_REPLIES)])
         for split, most in _PLAYED.items()
@@ -156,12 +156,13 @@ async def _check_episodes(backend: SubmittedBackend, findings: Findings) -> None
     ]
 
     async def both(split: str, index: int, reply: Callable[[int], str]) -> tuple[_Play, _Play]:
-        return await _play(backend, findings, split, index, reply), await _play(backend, findings, split, index, reply)
+        first = await _play(backend, findings, split, index, reply)
+        return first, await _play(backend, findings, split, index, reply, restores=True)
 
     pairs = await gathered([lambda play=play: both(*play) for play in plays])
     differ = [f"{split}/{index} {_difference(*pair)}" for (split, index, _), pair in _differing(plays, pairs, backend)]
     if differ and not backend.is_remote:
-        raise Failed("determinism", differ[0], _SEED_HINT)
+        raise Failed("determinism", differ[0], _SEED_HINT + (_RESTORE_HINT if _has_snapshots(pairs) else ""))
     steps = sum(len(play.results) for pair in pairs for play in pair)
     if not any(play.results and play.results[-1].over for pair in pairs for play in pair):
         findings.warnings.append(f"no episode ended within {_MAX_STEPS} steps; the run's max_turns will end them")
@@ -170,11 +171,18 @@ async def _check_episodes(backend: SubmittedBackend, findings: Findings) -> None
     if differ:
         findings.warnings.append(f"the server is not reproducible: {summary}; {differ[0]}. {_REMOTE_SEEDS}")
     else:
-        findings.passed("determinism", f"{summary} under the same seed")
+        restored = ", the second time from snapshots" if _has_snapshots(pairs) else ""
+        findings.passed("determinism", f"{summary} under the same seed{restored}")
 
 
 _REMOTE_SEEDS = "Episodes of one group may then have different tasks, and no episode can be replayed"
 _SEED_HINT = "draw what is random from random.Random(...) seeded by split, index and seed; no clocks, no global state"
+
+_RESTORE_HINT = "; restore(snapshot) must go on where snapshot() was called"
+
+
+def _has_snapshots(pairs: Sequence[tuple[_Play, _Play]]) -> bool:
+    return any("snapshot" in result.info.extra for one, _ in pairs for result in one.results)
 
 
 type _Planned = tuple[str, int, Callable[[int], str]]
@@ -275,11 +283,19 @@ async def _play(
     index: int,
     reply: Callable[[int], str],
     max_steps: int = _MAX_STEPS,
+    *,
+    restores: bool = False,
 ) -> _Play:
+    """Play one episode; with `restores` others go on from its snapshots after steps 1, 2, 4, 8 and 16."""
     episode = await _timed_reset(backend, findings, split, index)
+    opening = episode.opening
     results: list[StepResult] = []
     try:
         while len(results) < max_steps and not (results and results[-1].over):
+            if restores and len(results).bit_count() == 1 and is_restorable(episode):
+                await episode.close()
+                episode = await backend.reset(split, index, index)
+                await restore(f"{split}/{index}", episode, results[-1].info.extra["snapshot"])
             began = time.perf_counter()
             results.append(await episode.step(assistant(reply(len(results)))))
             findings.step_s = max(findings.step_s, time.perf_counter() - began)
@@ -290,7 +306,7 @@ async def _play(
         await episode.close()
     findings.n_episodes += 1
     findings.rewards += [result.reward for result in results]
-    return _Play(episode.opening, tuple(results))
+    return _Play(opening, tuple(results))
 
 
 async def _timed_reset(backend: SubmittedBackend, findings: Findings, split: str, index: int) -> LiveEpisode:

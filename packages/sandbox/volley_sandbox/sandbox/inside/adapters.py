@@ -20,6 +20,7 @@ from values import (
     check_seats,
     demonstration_of,
     digest,
+    jsonable,
     messages_of,
     plain,
     seat_of,
@@ -132,7 +133,7 @@ class EnvironmentAdapter:
             raise Refused("reset returned nothing to say to the model")
         task = self._named(split, index)
         task = f"{split}/{index}@{digest(opening)}" if task is None else task
-        opened = {"task": task, "messages": opening, "tools": self._tools()}
+        opened = {"task": task, "messages": opening, "tools": self._tools(), "restorable": self._is_restorable()}
         if not (seats := self._seats()):
             return opened
         first = seat_of(self._info, seats, "reset") if "seat" in self._info else seats[0]
@@ -146,7 +147,13 @@ class EnvironmentAdapter:
             check_seats(result, seats)
         if result["terminated"] or result["truncated"]:
             self._live = None
+        elif self._is_restorable():
+            result["info"]["extra"]["snapshot"] = jsonable(self._wait(self._live.snapshot()), "what snapshot returned")
         return result
+
+    def restore(self, snapshot: Any) -> None:
+        """Let the episode that reset has begun go on from a snapshot."""
+        self._wait(self._live.restore(snapshot))
 
     def demonstration(self, split: str, index: int) -> dict[str, Any]:
         self._check(split, index)
@@ -154,6 +161,9 @@ class EnvironmentAdapter:
         if not callable(shown):
             raise Refused(f"{self._class.__name__} has no method demonstration")
         return {**demonstration_of(self._wait(shown(split, index))), "tools": self._tools()}
+
+    def _is_restorable(self) -> bool:
+        return all(callable(getattr(self._live, name, None)) for name in ("snapshot", "restore"))
 
     def _new(self) -> Any:
         return self._class(**self._config)

@@ -59,6 +59,8 @@ class Host:
             return self._adapter.describe()
         if method == "step":
             return self._adapter.step(params["message"])
+        if method == "restore":
+            return self._adapter.restore(params["snapshot"])
         if isinstance(self._adapter, agents.AgentAdapter) and method in ("program", "judge"):
             judge = method == "judge"
             return self._adapter.judge(**params) if judge else self._adapter.run(**params, stop=self._channel)
