@@ -82,7 +82,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),
     **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
     **dict.fromkeys(("blocksworld", "gymnasium", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
-    **dict.fromkeys(("env", "environments", "sandbox_tier"), "volley-rl-sandbox"),
+    **dict.fromkeys(("env", "environments", "sandbox_tier", "services.env.players"), "volley-rl-sandbox"),
     **dict.fromkeys(("code", "env.processes", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
     **dict.fromkeys(("judges", "group_judges"), "volley-rl-judges"),
     **dict.fromkeys(("client_errors", "serve"), "volley-rl-serving"),

@@ -16,7 +16,8 @@ import pytest
 
 from services.env.app import open_env
 from services.env.settings import EnvSettings
-from shared.services_schema import EnvEndpoint, Limits, TokenFiles
+from shared.run_config import run_model
+from shared.services_schema import Limits, TokenFiles
 
 ROWS = [
     {
@@ -63,7 +64,8 @@ async def open_service(folder: Path, **changes: Any) -> AsyncIterator[httpx.Asyn
     own = {field.name for field in fields(EnvSettings)}
     section = {name: changes.pop(name) for name in changes.keys() - own}
     section = {"unsandboxed": NAMES, "package_index": "http://127.0.0.1:9/simple", **section}
-    defaults["section"] = EnvEndpoint(**section)
+    services = run_model().model_fields["services"].annotation
+    defaults["section"] = services.model_fields["env"].annotation(**section)
     async with (
         open_env(EnvSettings(**{**defaults, **changes})) as service,
         httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://env") as client,

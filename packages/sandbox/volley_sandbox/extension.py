@@ -20,6 +20,7 @@ from shared.run.sources import content_of
 from volley_sandbox.backends.equipment import EquippingToolbox
 from volley_sandbox.backends.remote.site import open_access
 from volley_sandbox.harbor.containers import Containers, HarborSettings
+from volley_sandbox.players.backend import WithPlayers, open_players
 from volley_sandbox.rewards.rewards import Rewards
 from volley_sandbox.sandbox.limits import SandboxLimits
 from volley_sandbox.sandbox.process.containers import ContainerSettings
@@ -64,24 +65,29 @@ class SandboxExtension(Extension):
         section, folder = settings.section, settings.folder
         containers = Containers(HarborSettings(section.harbor, settings.run, folder / "trials", folder / "pythons"))
         rewarding = Rewards(settings.rewards, section.reward_servers, folder, settings.ca_file)
-        async with self._sandboxes, self._servers, containers.running(), rewarding as rewards:
-            self.rewards = rewards
-            self.watcher = self.submissions = self._submissions(catalogue, containers)
+        playing = open_players(getattr(section, "players", None), folder, settings.ca_file)
+        async with (
+            self._sandboxes,
+            self._servers,
+            containers.running(),
+            rewarding as self.rewards,
+            playing as with_players,
+        ):
+            self.watcher = self.submissions = self._submissions(catalogue, containers, with_players)
             await self.submissions.open()
             for full_name, source in settings.sources.items():
                 await submit_configured(self.submissions, full_name, source)
             yield
 
-    def _submissions(self, catalogue: Catalogue, containers: Containers) -> Submissions:
+    def _submissions(self, catalogue: Catalogue, containers: Containers, with_players: WithPlayers) -> Submissions:
         """Raises ConfigError."""
         settings, section = self.settings, self.settings.section
         store = SubmissionStore(settings.submitted)
         remotes = open_access(section.remote_tokens_file, settings.ca_file, settings.deadline_s)
         programs = AgentPrograms(store, settings.folder, section.package_index, containers)
         limits = SandboxLimits(memory_mb=section.sandbox_memory_mb)
-        offers = Offers(
-            store, catalogue, self._sandboxes, remotes, programs, limits, settings.deadline_s, settings.ca_file
-        )
+        known = (self._sandboxes, remotes, programs, limits, settings.deadline_s, settings.ca_file, with_players)
+        offers = Offers(store, catalogue, *known)
         return Submissions(store, catalogue, self._sandboxes, programs, offers, unsandboxed=section.unsandboxed)
 
     def workers(self) -> Sequence[Callable[[], Awaitable[None]]]:

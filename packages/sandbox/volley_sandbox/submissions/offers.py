@@ -22,6 +22,7 @@ from volley_sandbox.backends.harbor import HARBOR, HarborBackend, read_config
 from volley_sandbox.backends.remote.protocols import RemoteEnvironment, open_remote
 from volley_sandbox.backends.remote.site import RemoteAccess
 from volley_sandbox.backends.sandboxed import LOG_LINES, SandboxedBackend
+from volley_sandbox.players.backend import WithPlayers
 from volley_sandbox.sandbox.limits import SandboxLimits
 from volley_sandbox.sandbox.sandboxes import Sandboxes
 from volley_sandbox.submissions.canary import LiveRecord
@@ -42,6 +43,7 @@ class Offers:
         programs: programs of the other submissions.
         deadline_s: deadline of one call into submitted code, in seconds.
         ca_file: certificate authorities for the model of agents.
+        with_players: adds players of seats to a backend.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class Offers:
         limits: SandboxLimits,
         deadline_s: float,
         ca_file: Path | None = None,
+        with_players: WithPlayers = lambda _, backend: backend,
     ) -> None:
-        self._ca_file = ca_file
+        self._ca_file, self._with_players = ca_file, with_players
         self._store, self._catalogue, self._sandboxes, self._remotes = store, catalogue, sandboxes, remotes
         self._programs, self._limits, self._deadline_s = programs, limits, deadline_s
         self._records: dict[str, LiveRecord] = {}
@@ -84,7 +87,7 @@ class Offers:
         if version.state == "canary":
             self._canaries.add(version.full_name)
             self._records.pop(version.full_name, None)
-        backend = self.backend(version)
+        backend = self._with_players(version.full_name, self.backend(version))
         entry = CatalogueEntry(version.full_name, version.kind, version.config, backend, weight=version.weight)
         self._catalogue.offer(entry, version.full_name)
 
