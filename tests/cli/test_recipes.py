@@ -215,6 +215,20 @@ def test_an_interrupted_run_is_compared_but_not_written(tmp_path: Path, monkeypa
         program(whole=True)
 
 
+def test_what_a_recipe_needs_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts by its path alone: the digest is the same with and without it."""
+    monkeypatch.setattr(training, "PROJECT", tmp_path)
+    monkeypatch.setattr(records, "PROJECT", tmp_path)
+    runs = {"a": "train model.path=models/a"}
+    recipe = Recipe(title="", shows="", seeds=(0,), runs=runs, needs={"models/a": "volley model get a models/a"})
+    with pytest.raises(ConfigError, match=r"needs models/a, which is not here \(volley model get a models/a\)"):
+        list(trained("one", recipe, [0], tmp_path / "runs"))
+    missing = records.digest(recipe)
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / "models" / "a" / "config.json").write_text("{}", encoding="utf-8")
+    assert records.digest(recipe) == missing
+
+
 def test_one_seed_has_no_interval_over_seeds() -> None:
     recipe = records.load("frozen_lake")
     summary = replace(records.read("frozen_lake"), runs=(run(),), results=records.results([run()]))

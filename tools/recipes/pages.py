@@ -20,7 +20,7 @@ from volley.reporting.intervals import success_rates
 from volley_dashboard.report import closing
 
 GALLERY, README = PROJECT / "docs" / "recipes.md", PROJECT / "README.md"
-FEATURED = ("frozen_lake", "short_sentences")
+FEATURED = ("frozen_lake", "short_sentences", "staleness")
 """Recipes whose curves README shows beside each other."""
 LONG_S = 45 * 60.0
 _COLORS = ("#1b6ca8", "#c65d21", "#2e8b57", "#8e4585")
@@ -149,7 +149,8 @@ def _featured() -> str:
 
 def _sentence(recipe: Recipe, summary: RecipeSummary) -> str:
     n = len(recipe.seeds)
-    return f"{n} seed{'s' * (n > 1)}, {fmean(run.cpu_seconds for run in summary.runs):.0f} CPU seconds each"
+    seconds = fmean(run.cpu_seconds for run in summary.runs)
+    return f"{n} seeds, {seconds:.0f} CPU seconds each" if n > 1 else f"{n} seed, {seconds:.0f} CPU seconds"
 
 
 def _shown(name: str, recipe: Recipe, summary: RecipeSummary) -> str:

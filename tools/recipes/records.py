@@ -29,6 +29,7 @@ class Recipe(BaseModel):
 
     `runs`: arguments of `volley`, by the run's label, in order. `{LABEL}` stands for the folder of an earlier run with
     the same seed, `{prepared}` for a file that the Python program `prepare` writes before: its path is the argument.
+    `needs`: files and folders that are not in the repository, such as models and data, and how each is made.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +37,7 @@ class Recipe(BaseModel):
     title: str
     shows: str
     prepare: str = ""
+    needs: dict[str, str] = {}
     seeds: tuple[int, ...] = Field(min_length=1, max_length=MOST_SEEDS)
     runs: dict[str, str] = Field(min_length=1)
 
@@ -133,14 +135,15 @@ def read(name: str) -> RecipeSummary:
 def digest(recipe: Recipe) -> str:
     """Return a hash of commands, configurations and the files and folders of the project that these name.
 
-    Comments in YAML do not count. A folder is found by a path with a slash, such as `configs/models/quickstart`.
+    Comments in YAML do not count. A folder is found by a path with a slash, such as `configs/models/quickstart`. What
+    the recipe needs from elsewhere counts by its path alone.
     """
     found: dict[str, Any] = {"runs": recipe.runs}
     waiting = [recipe.prepare, *(word for command in recipe.runs.values() for word in command.split())]
     while waiting:
         word = waiting.pop().rpartition("=")[2]
         path = PROJECT / word
-        if word in found:
+        if word in found or word in recipe.needs:
             continue
         if path.is_file() and path.suffix == ".yaml":
             found[word] = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -39,9 +39,12 @@ def trained(
     """Train and verify each run, unless it is finished.
 
     The file beside a run's folder holds what its training took, and after its verification all its figures. Raises
-    SystemExit if a command fails; ConfigError before all training if a run cannot be used, with `whole` also one whose
-    training was interrupted: what it took covers only its last part.
+    SystemExit if a command fails; ConfigError before all training if something is missing or a run cannot be used, with
+    `whole` also one whose training was interrupted: what it took covers only its last part.
     """
+    for path, source in recipe.needs.items():
+        if not (PROJECT / path).exists():
+            raise ConfigError(f"{name} needs {path}, which is not here", source)
     folder.mkdir(parents=True, exist_ok=True)
     made_with = digest(recipe)
     planned = [
