@@ -1,9 +1,9 @@
-"""HTTP client for all services: msgpack bodies over aiohttp; foreign errors are translated here.
+"""HTTP client for all services: msgpack bodies; foreign errors are translated here.
 
-It uses aiohttp because httpx's request and response objects cost three times the CPU of a whole call, and the
-orchestrator makes thousands a second. An httpx transport can replace the network, so that tests reach an application
-directly. It retries only calls that the caller marks as safe to repeat, and only for `Unavailable`, through
-`shared.retry`.
+Plain http goes over connections of its own (shared.clients.connections), for the orchestrator makes thousands of calls
+a second; TLS, cookies and sockets made by the caller go over aiohttp. An httpx transport can replace the network, so
+that tests reach an application directly. It retries only calls that the caller marks as safe to repeat, and only for
+`Unavailable`, through `shared.retry`.
 """
 
 from __future__ import annotations
@@ -11,71 +11,30 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import orjson
 
 from shared import codec
 from shared.bounds import MAX_OBJECTS
+from shared.clients.connections import NotHttp, is_plain
+from shared.clients.wires import FILE, HttpReply, Network, Plain, SocketFactory, Take, Wire, WireRequest
 from shared.errors import DecodeError, MalformedAnswer, ServiceUnreachable, TlsFailed, from_problem
 from shared.process import descriptors, offload, tracing
 from shared.retry import retry
-from shared.web.tls import client_context
 
 if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
-_CONNECT_TIMEOUT_S = 5.0
+_NO_NAME = (aiohttp.ClientConnectorDNSError, socket.gaierror)
 _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
-MAX_ANSWER_BYTES = 64 * 2**20
 _JSON, _NONE = "application/json", dict[str, str]()
 _MOST_DIGITS = 12
-_FILE = (200, 206)  # a whole file, the rest of one
-_KEEPALIVE_S = 4.0  # well below the servers' (shared.web.serving): no request uses a connection that is being closed
-
-
-type SocketFactory = Callable[[Any], socket.socket]
-"""Makes a socket from an address as getaddrinfo returns it."""
-
-
-class HttpReply(NamedTuple):
-    """An answer of any status."""
-
-    status: int
-    content_type: str
-    content: bytes
-    retry_after: str = ""
-
-
-type Take = Callable[[bytes], None]
-"""Called with each block of a content; an exception ends the transfer."""
-
-
-class _Request(NamedTuple):
-    """`timeout_s` is for the whole call."""
-
-    method: str
-    path: str
-    body: bytes | None
-    headers: Mapping[str, str]
-    params: Mapping[str, Any] | None
-    timeout_s: float
-
-
-class _Wire(Protocol):
-    async def send(self, request: _Request) -> HttpReply: ...
-
-    async def receive(self, request: _Request, take: Take) -> HttpReply:
-        """Send without a time limit; `take` gets a success's content as it arrives, and the reply has none."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class HttpClient:
@@ -108,17 +67,21 @@ class HttpClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pack, media_type = (orjson.dumps, _JSON) if as_json else (codec.pack, codec.MEDIA_TYPE)
         self._content_type = {"Content-Type": media_type}
-        self._wire: _Wire | None = None
+        self._wire: Wire | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        if self._transport is None:
-            cookies = self._keep_cookies
-            self._wire = _Network(
+        cookies = self._keep_cookies
+        if self._transport is not None:
+            from shared.clients.direct import Direct
+
+            self._wire = Direct(self.base_url, self._headers, self._transport)
+        elif is_plain(self.base_url) and not cookies and self._socket_factory is None:
+            self._wire = Plain(self.base_url, self._headers)
+        else:
+            self._wire = Network(
                 self.base_url, self._headers, self._ca_file, self._socket_factory, keep_cookies=cookies
             )
-        else:
-            self._wire = _Direct(self.base_url, self._headers, self._transport)
         self._closed = False
         return self
 
@@ -175,9 +138,9 @@ class HttpClient:
         """
         request = self._request("GET", path, headers={"Range": f"bytes={start}-"} if start else _NONE)
         reply = await self._translated(request, self._open().receive(request, take))
-        if reply.status not in _FILE:
+        if reply.status not in FILE:
             _read(reply, path, MAX_OBJECTS)
-        if reply.status != _FILE[bool(start)]:
+        if reply.status != FILE[bool(start)]:
             raise MalformedAnswer(f"{self.base_url}{path} answered {reply.status} to a request for a file")
 
     async def _send(
@@ -206,18 +169,18 @@ class HttpClient:
         params: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         headers: Mapping[str, str] = _NONE,
-    ) -> _Request:
+    ) -> WireRequest:
         whole = {**(_NONE if body is None else self._content_type), **tracing.headers(), **headers}
-        return _Request(method, path, body, whole, params, timeout_s or self._timeout_s)
+        return WireRequest(method, path, body, whole, params, timeout_s or self._timeout_s)
 
-    def _open(self) -> _Wire:
+    def _open(self) -> Wire:
         """Return the connections. Raises ServiceUnreachable once they are closed, e.g. when the service was removed."""
         if self._closed:
             raise ServiceUnreachable(f"{self.base_url} cannot be reached: this client is closed")
         assert self._wire is not None, "enter the client first"
         return self._wire
 
-    async def _translated[T](self, request: _Request, exchange: Awaitable[T]) -> T:
+    async def _translated[T](self, request: WireRequest, exchange: Awaitable[T]) -> T:
         """Translate network errors of a request."""
         what = f"{request.method} {self.base_url}{request.path}"
         try:
@@ -229,7 +192,7 @@ class HttpClient:
                 f"{what}: {_tls_reason(error)}",
                 "check services.tls: ca_file must contain the authority of that certificate",
             ) from error
-        except (aiohttp.ClientError, OSError, UnicodeError) as error:
+        except (aiohttp.ClientError, NotHttp, OSError, UnicodeError) as error:
             if (reason := descriptors.exhausted(error)) is not None:
                 raise ServiceUnreachable(f"{what}: {reason}", descriptors.HINT) from error
             raise ServiceUnreachable(f"{what}: {_reason(error)}", _hint(error)) from error
@@ -239,123 +202,24 @@ MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overfl
 """Exceptions from reading an answer whose fields are missing, of another type, or out of bounds."""
 
 
-class _Network:
-    """Network connections in one pool without a limit: concurrency is limited where episodes are started."""
-
-    def __init__(
-        self,
-        base_url: str,
-        headers: Mapping[str, str],
-        ca_file: Path | None,
-        socket_factory: SocketFactory | None,
-        *,
-        keep_cookies: bool,
-    ) -> None:
-        trusted = client_context(ca_file) if base_url.startswith("https:") else True
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted, socket_factory=socket_factory
-        )
-        skip = ("User-Agent", "Accept-Encoding")
-        self._base_url = base_url
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            headers=headers,
-            skip_auto_headers=skip,
-            auto_decompress=False,
-            cookie_jar=aiohttp.CookieJar(unsafe=True) if keep_cookies else aiohttp.DummyCookieJar(),
-        )
-
-    async def send(self, request: _Request) -> HttpReply:
-        timeout = aiohttp.ClientTimeout(total=request.timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        async with self._requested(request, timeout) as answer:
-            return _reply(answer.status, answer.headers, await _bounded(answer, request.path))
-
-    async def receive(self, request: _Request, take: Take) -> HttpReply:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        async with self._requested(request, timeout) as answer:
-            content = b""
-            if answer.status in _FILE and answer.status == _FILE["Range" in request.headers]:
-                async for block in answer.content.iter_any():
-                    take(block)
-            else:
-                content = await _bounded(answer, request.path)
-            return _reply(answer.status, answer.headers, content)
-
-    def _requested(
-        self, request: _Request, timeout: aiohttp.ClientTimeout
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        method, path, body, headers, params, _ = request
-        return self._session.request(
-            method,
-            self._base_url + path,
-            data=body,
-            params=params,
-            headers=headers,
-            timeout=timeout,
-            allow_redirects=False,
-        )
-
-    async def close(self) -> None:
-        await self._session.close()
-
-
-def _reply(status: int, headers: Mapping[str, str], content: bytes) -> HttpReply:
-    return HttpReply(status, headers.get("Content-Type", ""), content, headers.get("Retry-After", ""))
-
-
-async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
-    """Read the content. Raises MalformedAnswer if it is too long."""
-    chunks, size = [], 0
-    async for chunk in answer.content.iter_any():
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > MAX_ANSWER_BYTES:
-            raise MalformedAnswer(f"the answer of {path} is longer than {MAX_ANSWER_BYTES} bytes")
-    return b"".join(chunks)
-
-
-class _Direct:
-    """The same over an httpx transport."""
-
-    def __init__(self, base_url: str, headers: Mapping[str, str], transport: AsyncBaseTransport) -> None:
-        from shared.clients.direct import Direct
-
-        self._direct = Direct(base_url, headers, transport)
-
-    async def send(self, request: _Request) -> HttpReply:
-        method, path, body, headers, params, timeout_s = request
-        answer = await self._direct.send(method, path, body, params, headers, timeout_s)
-        return _reply(answer.status_code, answer.headers, answer.content)
-
-    async def receive(self, request: _Request, take: Take) -> HttpReply:
-        reply = await self.send(request._replace(timeout_s=_CONNECT_TIMEOUT_S))
-        if reply.status == _FILE["Range" in request.headers]:
-            take(reply.content)
-            reply = reply._replace(content=b"")
-        return reply
-
-    async def close(self) -> None:
-        await self._direct.close()
-
-
-def _reason(error: aiohttp.ClientError | OSError | UnicodeError) -> str:
+def _reason(error: aiohttp.ClientError | NotHttp | OSError | UnicodeError) -> str:
     """Describe a network error without its address, which the caller adds."""
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
+    if isinstance(error, _NO_NAME):
         return "the host name cannot be resolved"
     if isinstance(error, _NO_ADDRESS):
         return "this is not an http address"
     number = getattr(error, "errno", None)
     if isinstance(error, aiohttp.ServerDisconnectedError) or number in (errno.ECONNRESET, errno.EPIPE):
         return "the connection was closed before the answer was complete"
-    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError):
+    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | NotHttp):
         return "the answer is not HTTP, or incomplete"
     if number == errno.ECONNREFUSED:
         return "nothing listens there"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _hint(error: aiohttp.ClientError | OSError | UnicodeError) -> str:
-    wrong_address = isinstance(error, (aiohttp.ClientConnectorDNSError, *_NO_ADDRESS))
+def _hint(error: Exception) -> str:
+    wrong_address = isinstance(error, (*_NO_NAME, *_NO_ADDRESS))
     return "check the address" if wrong_address else "is the service running?"
 
 

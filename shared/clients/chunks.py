@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shared.clients.base import HttpClient, Take
+from shared.clients.base import HttpClient
+from shared.clients.wires import Take
 from shared.errors import InputError, MalformedAnswer
 from shared.published.holding import Holding, size_of
 from shared.published.manifest import WeightOffer

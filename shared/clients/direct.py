@@ -6,9 +6,11 @@ It is a module of its own because httpx takes longer to import than the rest of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import httpx
+
+from shared.clients.connections import CONNECT_S
+from shared.clients.wires import FILE, HttpReply, Take, WireRequest
 
 
 class Direct:
@@ -17,23 +19,25 @@ class Direct:
     def __init__(self, base_url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport) -> None:
         self._client = httpx.AsyncClient(base_url=base_url, headers=headers, transport=transport)
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        params: Mapping[str, Any] | None,
-        headers: Mapping[str, str],
-        timeout_s: float,
-    ) -> httpx.Response:
+    async def send(self, request: WireRequest) -> HttpReply:
+        method, path, body, headers, params, timeout_s = request
         try:
-            return await self._client.request(
+            answer = await self._client.request(
                 method, path, content=body, params=params, headers=headers, timeout=timeout_s
             )
         except httpx.TimeoutException as error:
             raise TimeoutError from error
         except httpx.HTTPError as error:
             raise ConnectionError(type(error).__name__) from error
+        kept = answer.headers
+        return HttpReply(answer.status_code, kept.get("Content-Type", ""), answer.content, kept.get("Retry-After", ""))
+
+    async def receive(self, request: WireRequest, take: Take) -> HttpReply:
+        reply = await self.send(request._replace(timeout_s=CONNECT_S))
+        if reply.status == FILE["Range" in request.headers]:
+            take(reply.content)
+            reply = reply._replace(content=b"")
+        return reply
 
     async def close(self) -> None:
         await self._client.aclose()

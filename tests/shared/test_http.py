@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import HTTPException, Request, Response
 
 from shared import codec, errors
-from shared.clients import base
+from shared.clients import connections
 from shared.clients.base import HttpClient
 from shared.process import telemetry
 from shared.process.ports import free_port
@@ -347,7 +347,7 @@ async def test_why_a_service_is_unreachable_is_in_plain_words(url, reason):
 
 
 def test_a_client_lets_go_of_a_connection_long_before_the_server_does():
-    assert 2 * base._KEEPALIVE_S < serving._KEEP_ALIVE_S
+    assert 2 * connections.KEEPALIVE_S < serving._KEEP_ALIVE_S
 
 
 async def test_a_direct_route_answers_like_any_other() -> None:

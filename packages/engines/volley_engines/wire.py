@@ -11,7 +11,8 @@ import orjson
 
 from services.rollout.engines.base import FinishReason, GenerateRequest, ScoredTokens, TopTokens
 from services.rollout.engines.staged import CommitMode
-from shared.clients.base import MALFORMED, HttpClient, HttpReply
+from shared.clients.base import MALFORMED, HttpClient
+from shared.clients.wires import HttpReply
 from shared.errors import Forbidden, InputError, NotFound, RateLimited, Unauthorized, Unavailable
 from shared.types import VersionSpan
 

@@ -26,7 +26,8 @@ from services.env.backend import KnownSplits, call_seconds
 from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
 from shared import codec
 from shared.bounds import MAX_OBJECTS, shortened
-from shared.clients.base import HttpClient, HttpReply
+from shared.clients.base import HttpClient
+from shared.clients.wires import HttpReply
 from shared.errors import DecodeError, NemoGymRefused, NotFound, StorageDenied, Unavailable
 from shared.process import offload
 from shared.types import MAX_MESSAGE
