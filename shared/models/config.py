@@ -91,11 +91,11 @@ class ModelConfig:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the routing to experts; None for a dense model, and for DeepSeek's, which replays no routing."""
-        experts = self.experts
-        if experts is None or experts.n_group is not None:
+        """Shape of the routing to experts, of the layers that have some; None for a dense model."""
+        if (experts := self.experts) is None:
             return None
-        return RoutingShape(self.num_hidden_layers, experts.num_experts, experts.num_experts_per_tok)
+        n_layers = self.num_hidden_layers - experts.first_k_dense_replace
+        return RoutingShape(n_layers, experts.num_experts, experts.num_experts_per_tok) if n_layers > 0 else None
 
     @property
     def n_numbers(self) -> int:

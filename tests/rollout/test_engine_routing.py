@@ -22,11 +22,11 @@ from services.rollout.weights.checkpoint import examine
 from shared.models.config import ModelConfig
 from shared.routing import RoutingShape, from_wire
 from tests.support import decoder_reference, families, models
+from tests.support.families import FamilyCase
 
 SIZES = {"max_running_requests": 4, "context_length": 128, "max_prefill_tokens": 32, "max_total_tokens": 512}
 VERSION, LATER = "e000001-s000001", "e000001-s000002"
-CASE = families.case("qwen3-moe")
-PROMPT = CASE.ids[:40]
+CASES = ("qwen3-moe", "deepseek-v3")
 
 
 class _Batch:
@@ -71,8 +71,8 @@ def test_a_dense_model_has_no_experts() -> None:
 
 
 @asynccontextmanager
-async def engine_of_experts(folder: Path) -> AsyncIterator[SglangEngine]:
-    written = models.write_hf(folder / "hf", CASE.written, CASE.weights)
+async def engine_of_experts(folder: Path, case: FamilyCase) -> AsyncIterator[SglangEngine]:
+    written = models.write_hf(folder / "hf", case.written, case.weights)
     async with open_engine(EngineSpec(str(written), **SIZES)) as engine:
         yield engine
 
@@ -81,10 +81,10 @@ def asked(name: str, ids: np.ndarray, n: int, routed_from: int | None = 0) -> Ge
     return GenerateRequest(name, ids, SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True), routed_from)
 
 
-def of_reference(weights: models.Weights, ids: np.ndarray) -> np.ndarray:
+def of_reference(case: FamilyCase, weights: models.Weights, ids: np.ndarray) -> np.ndarray:
     """[n - 1, L, k], the experts of a token sorted."""
     routed: list[np.ndarray] = []
-    decoder_reference.logits(weights, CASE.config, ids.tolist(), routed=routed)
+    decoder_reference.logits(weights, case.config, ids.tolist(), routed=routed)
     return np.sort(np.stack(routed, axis=1), axis=-1)[:-1]
 
 
@@ -95,25 +95,27 @@ def told(result: GenerateResult) -> np.ndarray:
 
 
 @pytest.mark.long
-async def test_the_experts_are_those_of_the_reference(tmp_path: Path) -> None:
-    later = models.random_weights(CASE.config, 9)
-    checkpoint = models.write_checkpoint(tmp_path / "checkpoints", LATER, CASE.config, later, model=CASE.written)
-    staged = examine(checkpoint, ModelConfig.parse(CASE.written), "test")
-    async with engine_of_experts(tmp_path) as engine:
-        first = await engine.generate(asked("a", PROMPT, 6))
-        ids = np.concatenate([PROMPT, first.output_ids])
-        expected = of_reference(CASE.weights, ids)
+@pytest.mark.parametrize("name", CASES)
+async def test_the_experts_are_those_of_the_reference(tmp_path: Path, name: str) -> None:
+    case = families.case(name)
+    prompt, later = case.ids[:40], models.random_weights(case.config, 9)
+    checkpoint = models.write_checkpoint(tmp_path / "checkpoints", LATER, case.config, later, model=case.written)
+    staged = examine(checkpoint, ModelConfig.parse(case.written), "test")
+    async with engine_of_experts(tmp_path, case) as engine:
+        first = await engine.generate(asked("a", prompt, 6))
+        ids = np.concatenate([prompt, first.output_ids])
+        expected = of_reference(case, case.weights, ids)
         assert first.cached_tokens == 0
         np.testing.assert_array_equal(told(first), expected)
 
         # A second turn, most of which is cached: alone, and beside others.
-        turn = np.concatenate([ids, CASE.ids[40:44]])
+        turn = np.concatenate([ids, case.ids[40:44]])
         answers = await asyncio.gather(
             engine.generate(asked("b", turn, 5)), engine.generate(asked("c", turn, 5, len(ids) - 1)),
             engine.generate(asked("d", turn[:-2], 7, None)),
         )  # fmt: skip
         assert answers[0].cached_tokens >= 40
-        whole = of_reference(CASE.weights, np.concatenate([turn, answers[0].output_ids]))
+        whole = of_reference(case, case.weights, np.concatenate([turn, answers[0].output_ids]))
         np.testing.assert_array_equal(told(answers[0]), whole)
         np.testing.assert_array_equal(told(answers[1]), whole[len(ids) - 1 :])
         assert answers[2].routed_experts is None
@@ -122,7 +124,7 @@ async def test_the_experts_are_those_of_the_reference(tmp_path: Path) -> None:
         np.testing.assert_array_equal(flat, answers[1].routed_experts.reshape(-1))
 
         # Other weights in the middle of a request: what was computed before is told as it was.
-        running = asyncio.create_task(engine.generate(asked("e", PROMPT, 60)))
+        running = asyncio.create_task(engine.generate(asked("e", prompt, 60)))
         before = (await engine.status()).output_tokens
         while (await engine.status()).output_tokens < before + 4:
             await asyncio.sleep(0.01)
@@ -131,8 +133,8 @@ async def test_the_experts_are_those_of_the_reference(tmp_path: Path) -> None:
         assert (await engine.commit(LATER, "retract")).continued == 1
         await engine.resume()
         changed = await running
-    ids = np.concatenate([PROMPT, changed.output_ids])
-    (old, new), cut = changed.versions, len(PROMPT) + changed.versions[0].end - 1
+    ids = np.concatenate([prompt, changed.output_ids])
+    (old, new), cut = changed.versions, len(prompt) + changed.versions[0].end - 1
     assert (old.version, new.version, new.end) == ("base", LATER, 60)
-    np.testing.assert_array_equal(told(changed)[:cut], of_reference(CASE.weights, ids)[:cut])
-    np.testing.assert_array_equal(told(changed)[cut:], of_reference(later, ids)[cut:])
+    np.testing.assert_array_equal(told(changed)[:cut], of_reference(case, case.weights, ids)[:cut])
+    np.testing.assert_array_equal(told(changed)[cut:], of_reference(case, later, ids)[cut:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shared.errors import ConfigError
@@ -12,12 +13,24 @@ from shared.models.config import ModelConfig
 from shared.models.families import families, supported
 from shared.models.family import FULL, SLIDING, Family
 from shared.models.refused import reason
+from tests.support import decoder_reference, imaginary_family, models
 from tests.support import families as cases
-from tests.support import imaginary_family, models
 
 
 def test_every_family_has_log_probabilities_of_transformers() -> None:
     assert {cases.case(name).config["model_type"] for name in cases.NAMES} == families().keys()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "moonlight", "qwen2-moe", "qwen3-moe", "qwen3-moe-plain"])
+def test_the_reference_sends_tokens_to_the_experts_of_transformers(name: str) -> None:
+    """And their shape is what routing replay expects of the model."""
+    case, routed = cases.case(name), list[np.ndarray]()
+    decoder_reference.logits(case.weights, case.config, case.ids.tolist(), routed=routed)
+    np.testing.assert_array_equal(np.sort(np.stack(routed, axis=1), axis=-1), case.experts)
+    routing = ModelConfig.parse(case.written).routing
+    assert routing is not None
+    assert case.experts is not None
+    routing.check(case.experts)
 
 
 @pytest.mark.parametrize("model_type", families())

@@ -20,7 +20,8 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/expected.json"))
 class FamilyCase:
     """`written` is the config.json of transformers, `config` the one this project makes of it; `logprobs` float64 [n -
     1] are those of ids[1:] (int32 [n]) under `weights`. `gradient_norms` are those of the gradients of their negative
-    mean, by the names of tensors in files.
+    mean, by the names of tensors in files. `experts` [n, L, k] are those of each token in ascending order, in the L
+    layers that have some.
     """
 
     written: dict[str, Any]
@@ -29,6 +30,7 @@ class FamilyCase:
     ids: np.ndarray
     logprobs: np.ndarray
     gradient_norms: dict[str, float]
+    experts: np.ndarray | None
 
 
 def case(name: str) -> FamilyCase:
@@ -37,4 +39,5 @@ def case(name: str) -> FamilyCase:
     config = ModelConfig.parse(written).to_hf()
     weights = models.random_weights(config, known["seed"])
     ids, logprobs = np.array(known["ids"], np.int32), np.array(known["logprobs"])
-    return FamilyCase(written, config, weights, ids, logprobs, known["gradient_norms"])
+    experts = np.array(known["experts"]) if "experts" in known else None
+    return FamilyCase(written, config, weights, ids, logprobs, known["gradient_norms"], experts)

@@ -33,14 +33,14 @@ from tests.trainer.test_policy import OPTIONS, START
 from volley_supervised.learner.imitation import supervised_loss
 
 CASE = families.case("qwen3-moe")
-LEAVES = models.to_tunix(CASE.weights, CASE.config)
 T, D, F, E, K = 7, 6, 5, 4, 2
 SHAPE = RoutingShape(2, 6, 2)
 
 
-def moe(dtype: str = "float32", remat: Remat = "none") -> Model:
-    described, mesh = ModelConfig.parse(CASE.written), make_mesh((1, 1), ("fsdp", "tp"))
-    return build(described, lambda name, _: LEAVES[name], mesh, dtype=dtype, remat=remat)
+def moe(dtype: str = "float32", remat: Remat = "none", case: families.FamilyCase = CASE) -> Model:
+    described, mesh = ModelConfig.parse(case.written), make_mesh((1, 1), ("fsdp", "tp"))
+    leaves = models.to_tunix(case.weights, case.config)
+    return build(described, lambda name, _: leaves[name], mesh, dtype=dtype, remat=remat)
 
 
 def layer(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -205,22 +205,26 @@ def test_in_bfloat16_the_trainer_is_nearer_to_the_engine_with_its_experts() -> N
 
 
 @pytest.mark.long
-def test_given_experts_change_what_follows_them_also_where_layers_are_computed_again() -> None:
-    model = moe(remat="decoder")
-    own = list[np.ndarray]()
-    decoder_reference.logits(CASE.weights, CASE.config, CASE.ids.tolist(), routed=own)
-    flipped = np.stack(own, axis=1)[:-1].astype(np.uint8)
-    flipped[20, 1] = [i for i in range(6) if i not in flipped[20, 1]][:2]
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_given_experts_change_what_follows_them_also_where_layers_are_computed_again(name: str) -> None:
+    """DeepSeek's first layer is dense, and has no experts among the given ones."""
+    case = families.case(name)
+    model, own = moe(remat="decoder", case=case), case.experts
+    assert own is not None
+    assert model.described.routing is not None
+    flipped = own[:-1].astype(np.uint8)
+    n_experts = model.described.routing.n_experts
+    flipped[20, 1] = [i for i in range(n_experts) if i not in own[20, 1]][: own.shape[-1]]
     loss = objective(model, supervised_loss, 1.0)
     step = jax.jit(jax.value_and_grad(lambda p, b: loss(p, b)[0]))
     found = {}
-    for name, routed in (("none", None), ("own", np.stack(own, axis=1)[:-1]), ("flipped", flipped)):
-        rows, parts, (batch,) = batch_of(CASE.ids, routed)
+    for given, routed in (("none", None), ("own", own[:-1]), ("flipped", flipped)):
+        rows, parts, (batch,) = batch_of(case.ids, routed)
         (logprobs,) = by_row([Scorer(model, 1.0).logprobs(params_of(model), batch)], rows, parts)
         value, gradient = step(params_of(model), batch)
         assert all(np.isfinite(g).all() for g in gradient.values())
         assert value == pytest.approx(-logprobs[1:].sum(), rel=1e-5)
-        found[name] = logprobs
+        found[given] = logprobs
     np.testing.assert_allclose(found["own"], found["none"], atol=1e-6)
     np.testing.assert_allclose(found["flipped"][:21], found["none"][:21], atol=1e-6)
     assert abs(found["flipped"][21] - found["none"][21]) > 1e-3

@@ -52,21 +52,22 @@ def routed_states(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute hidden states, and for each token the share of layers in which `routed` differs from the router's choice.
 
-    The share is float32 [B, T], 0 without `routed`.
+    The share is float32 [B, T] of the layers with experts, 0 without `routed`.
 
     Args:
-        routed: int [B, T, L, k], the experts of each token in each layer; -1: the router chooses.
+        routed: int [B, T, L, k], the experts of each token in each layer that has some; -1: the router chooses.
     """
     positions = attention.positions(ids, packing)
     visible_until = None if packing is None else packing.visible_until
     places = _places(model, positions, visible_until)
     layer = nnx.remat(_layer) if _remat(model) == "decoder" else _layer
     x = model.embedder.encode(ids)
-    differing = jnp.zeros(ids.shape, jnp.float32)
+    differing, n_routed = jnp.zeros(ids.shape, jnp.float32), 0
     for i, one in enumerate(model.layers):
-        x, differs = layer(one, x, places[i], None if routed is None else routed[:, :, i])
-        differing += 0.0 if differs is None else differs
-    return model.final_norm(x), differing / len(model.layers)
+        has_experts = hasattr(one.mlp, "router")
+        x, differs = layer(one, x, places[i], routed[:, :, n_routed] if has_experts and routed is not None else None)
+        differing, n_routed = differing + (0.0 if differs is None else differs), n_routed + has_experts
+    return model.final_norm(x), differing / max(1, n_routed)
 
 
 def _places(model: Any, positions: jax.Array, visible_until: jax.Array | None) -> list[_Places]:

@@ -35,7 +35,8 @@ class RoutingPool:
 
 def routing_of(config: Any) -> RoutingShape | None:
     """Return the routing shape of the engine's model configuration; None for a dense model."""
-    n_experts = getattr(config, "num_experts", None)
+    n_experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
     if not n_experts:
         return None
-    return RoutingShape(config.num_hidden_layers, n_experts, config.num_experts_per_tok)
+    n_layers = config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0)
+    return RoutingShape(n_layers, n_experts, config.num_experts_per_tok) if n_layers > 0 else None
