@@ -34,7 +34,7 @@ check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/trainer/bin/python \
 	  services/trainer/models packages/convert/volley_convert
 	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/rollout/bin/python \
-	  services/rollout/engines/sglang_jax packages/engines/volley_engines/gpu
+	  services/rollout/engines/sglang_jax packages/engines/volley_engines/gpu packages/serving/volley_serving/constraints
 	@$(BIN)/lint-imports --cache-dir .cache/import-linter
 
 fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest

@@ -14,7 +14,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
                       trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
                       makes a model's folder, `client_errors` → `(VolleyError, path) -> fields` that clients of a path
-                      read beside a problem body, `report` → `volley.reports.RunReports`, `live_display` →
+                      read beside a problem body, `generate_route` → module in the place of
+                      `services.rollout.api.generate`, `constraints` → `volley_serving.constraints.guides`,
+                      `report` → `volley.reports.RunReports`, `live_display` →
                       `(max_steps) -> context manager` of a `volley.reporting.progress.ProgressDisplay`,
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
@@ -85,7 +87,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("env", "environments", "sandbox_tier", "services.env.players"), "volley-rl-sandbox"),
     **dict.fromkeys(("code", "env.processes", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
     **dict.fromkeys(("judges", "group_judges"), "volley-rl-judges"),
-    **dict.fromkeys(("client_errors", "serve"), "volley-rl-serving"),
+    **dict.fromkeys(("client_errors", "constraints", "generate_route", "serve"), "volley-rl-serving"),
     **dict.fromkeys(
         ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
         "volley-rl-supervised",

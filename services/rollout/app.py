@@ -7,11 +7,12 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
 from services.rollout import metrics
-from services.rollout.api import control, generate, routes
+from services.rollout.api import generate, routes
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine
 from services.rollout.engines.kinds import OpenEngine, opener
@@ -155,14 +156,15 @@ def build_app(
 ) -> FastAPI:
     """Build the HTTP application around an engine."""
     limits = settings.limits.model_copy(update={"max_body_bytes": _longest_body(settings)})
+    generating: Any = packages.part("generate_route", required=False) or generate
     app = create_app(
         "rollout",
         limits=limits,
         tokens=tokens,
         ready=generation.why_not,
-        roles={**routes.ROLES, **generate.ROLES, **control.ROLES},
+        roles={**routes.ROLES, **generate.ROLES},
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
-        direct=generate.direct_routes(),
+        direct=generating.direct_routes(),
     )
     tokenizer = _tokenizer(settings, engine.info.context_length)
     name = settings.model_name or Path(settings.engine.model_path).name
@@ -170,8 +172,7 @@ def build_app(
         engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk), name
     )
     app.include_router(routes.router)
-    app.include_router(generate.router)
-    app.include_router(control.router)
+    app.include_router(generating.router)
     return app
 
 

@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from services.rollout.api import control, generate, routes
-from services.rollout.api.generate_body import FIELDS, LABELS, NEUTRAL_FIELDS, PER_PROMPT
-from services.rollout.api.routes import DISK_FIELDS, DISK_NEUTRAL
-from services.rollout.api.validation import NEUTRAL, OPTIONAL, SAMPLING
+from services.rollout.api import generate, routes
 from tests.docs.commands import ROOT
+from volley_serving.sglang import control
+from volley_serving.sglang.control import DISK_FIELDS, DISK_NEUTRAL
+from volley_serving.sglang.generate_body import FIELDS, LABELS, NEUTRAL_FIELDS, PER_PROMPT
+from volley_serving.sglang.sampling import NEUTRAL, OPTIONAL, SAMPLING
 
 PAGE = (ROOT / "docs" / "serving-sglang.md").read_text(encoding="utf-8")
 
@@ -36,7 +37,8 @@ def test_the_page_names_every_route_and_its_role():
     there, refused = tables("Routes")
     declared = {**control.ROLES, **generate.ROLES}
     declared = {route: role for route, role in declared.items() if route.partition(" ")[2] not in control.REFUSED}
-    declared |= {"POST /update_weights_from_disk": routes.ROLES["POST /update_weights_from_disk"]}
+    of_sglang = ("POST /abort_request", "GET /server_info", "GET /get_server_info")
+    declared |= {route: routes.ROLES[route] for route in of_sglang}
     assert {route: role for (names, *_), role in there for route in names} == {
         route: str(role) for route, role in declared.items()
     }

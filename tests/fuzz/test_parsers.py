@@ -20,8 +20,6 @@ from services.env.catalogue import Catalogue
 from services.env.environments.kinds import kinds
 from services.env.episode_types import assistant
 from services.orchestrator.mixture.members import offers_in
-from services.rollout.api import generate_body
-from services.rollout.api.validation import NEUTRAL
 from services.rollout.engines.base import EngineInfo
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
@@ -35,6 +33,8 @@ from tests.support.tokenizer import FOLDER
 from volley_environments.gsm8k.data import Problem
 from volley_environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
 from volley_sandbox.api.schemas import RegisterBody
+from volley_serving.sglang import generate_body
+from volley_serving.sglang.sampling import NEUTRAL
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
 PROBLEM = Problem("?", "#### 4", "4")

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.api.generate_answer import answer
 from services.rollout.engines.base import EngineSpec, GenerateRequest, GenerateResult, SamplingParams
 from services.rollout.engines.sglang_jax.client import SglangEngine, generate_message, open_engine
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq
@@ -23,6 +22,7 @@ from shared.models.config import ModelConfig
 from shared.routing import RoutingShape, from_wire
 from tests.support import decoder_reference, families, models
 from tests.support.families import FamilyCase
+from volley_serving.sglang.generate_answer import answer
 
 SIZES = {"max_running_requests": 4, "context_length": 128, "max_prefill_tokens": 32, "max_total_tokens": 512}
 VERSION, LATER = "e000001-s000001", "e000001-s000002"

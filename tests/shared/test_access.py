@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI
 from services.env.api import environments
 from services.env.api import routes as env
 from services.orchestrator import routes as orchestrator
-from services.rollout.api import control, generate
+from services.rollout.api import generate
 from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
 from services.trainer.publishing import routes as publishing
@@ -22,6 +22,7 @@ from shared.web.access import AccessTokens, Role, RoleTable, read_secret, read_t
 from shared.web.http import COMMON_ROLES, create_app
 from shared.web.routes import added_routes
 from tests.support.tokens import write_private, write_tokens
+from volley_serving.sglang import control
 from volley_tinker.server import records as tinker_records
 from volley_tinker.server import routes as tinker
 
@@ -32,8 +33,8 @@ SERVICES = {
     ),
     "orchestrator": ([orchestrator.router], orchestrator.ROLES),
     "rollout": (
-        [rollout.router, generate.router, control.router],
-        {**rollout.ROLES, **generate.ROLES, **control.ROLES},
+        [rollout.router, generate.router],
+        {**rollout.ROLES, **generate.ROLES},
     ),
     "tinker": ([tinker.router, tinker_records.router], {**tinker.ROLES, **tinker_records.ROLES}),
     "trainer": ([trainer.router, publishing.router], {**trainer.ROLES, **publishing.ROLES}),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
-from services.rollout.api.generate_body import read_prompt
+from services.rollout.api.generate import read_tokens
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.engines.base import (
@@ -248,6 +248,6 @@ def counted(request: GenerateRequest) -> np.ndarray:
 
 def generate_request(body: dict[str, Any], info: EngineInfo) -> GenerateRequest:
     """Read the body of a request that samples. Raises InputError."""
-    request = read_prompt(body, info).request
+    request = read_tokens(body, info).request
     assert request is not None
     return request

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from services.rollout.api import validation
-from services.rollout.api.event_stream import EventBuffer
 from services.rollout.api.generation import Receive
 from services.rollout.api.routes import RolloutState
 from services.rollout.engines.base import (
@@ -25,6 +24,7 @@ from volley_serving.dialects.events import AnswerStream
 from volley_serving.dialects.grammars import AnswerGrammar
 from volley_serving.dialects.prompts import Prompt
 from volley_serving.dialects.records import Answered, Asked, EchoedPrompt, Piece, Sampled, TopLogprobs, Usage, usage_of
+from volley_serving.event_stream import EventBuffer
 
 type Sink = Callable[[int, list[Piece], Sampled | None], None]
 _EMPTY = np.empty(0, np.float32)

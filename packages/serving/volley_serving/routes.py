@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.rollout.api.event_stream import EventStream
 from services.rollout.api.generation import ClientGone
 from services.rollout.api.routes import Rollout, RolloutState
 from shared.errors import InputError, ModelNotFound
@@ -27,6 +26,7 @@ from volley_serving.dialects.messages import CountBody
 from volley_serving.dialects.messages import read as read_count
 from volley_serving.dialects.prompts import Prompt, render
 from volley_serving.dialects.records import Asked, Head
+from volley_serving.event_stream import EventStream
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 ROLES = {

@@ -1,9 +1,12 @@
-"""Routes of weights. Bodies are JSON or msgpack by Content-Type; answers have the same format."""
+"""Routes of weights, of aborts and of the server's state.
+
+Bodies are JSON or msgpack by Content-Type; answers have the same format.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -12,14 +15,15 @@ from fastapi.responses import Response
 
 from services.rollout.api import schemas
 from services.rollout.api.generation import GenerationRunner
-from services.rollout.api.validation import boolean, check_names, number
+from services.rollout.api.validation import number
 from services.rollout.engines.base import Engine, EngineInfo, EngineSpec
 from services.rollout.engines.staged import CommitMode, CommitResult
 from services.rollout.weights.holds import MAX_S
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import InputError, VolleyError
+from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
+from shared.process import host_memory
 from shared.published.manifest import WeightOffer
 from shared.published.serving import ChunkDigest, Uplink
 from shared.web.access import Role
@@ -35,20 +39,10 @@ ROLES = {
     "POST /weights/commit": Role.ADMIN,
     "POST /weights/hold": Role.SERVICE,
     "POST /update_weights": Role.ADMIN,
-    "POST /update_weights_from_disk": Role.ADMIN,
+    "POST /abort_request": Role.SERVICE,
+    "GET /server_info": Role.VIEWER,
+    "GET /get_server_info": Role.VIEWER,
 }
-DISK_FIELDS = frozenset({"model_path", "mode", "abort_all_requests", "flush_cache", "keep_pause", "weight_version"})
-"""Fields of /update_weights_from_disk that are honoured."""
-DISK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "load_format": ("auto", "safetensors", None),
-    "is_async": (False, None),
-    "torch_empty_cache": (True, False, None),
-    "recapture_cuda_graph": (True, False, None),
-    "token_step": (0, None),
-    "manifest": (None,),
-}
-"""Its other fields, with the values that ask for nothing; any other value is refused."""
-_MAX_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,49 +132,52 @@ async def holding(digest: ChunkDigest, state: Rollout) -> Response:
 async def update_weights(request: Request, state: Rollout) -> Response:
     """Stage and commit a version."""
     body = await read_body(request)
-    return respond(request, await _update(state, _weights(body), commit_mode(body)))
+    return respond(request, await update(state, _weights(body), commit_mode(body)))
 
 
-@router.post(
-    "/update_weights_from_disk",
-    tags=["weights"],
-    openapi_extra=declares(body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
-)
-async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
-    """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the weights root, whose weights are
-    called `weight_version` (default: as the folder). `keep_pause` pauses decoding before, unless the weights are
-    refused.
-    """
+@router.post("/abort_request", tags=["control"], openapi_extra=declares(body=schemas.ABORT, answer=schemas.ABORTED))
+async def abort_request(request: Request, state: Rollout) -> Response:
+    """End the request `rid`, or all with `abort_all`; each answers with the tokens it has sampled."""
     body = await read_body(request)
-    check_names(body, DISK_FIELDS, DISK_NEUTRAL, "")
-    path, mode = text_field(body, "model_path"), _disk_mode(body)
-    name = None if body.get("weight_version") is None else text_field(body, "weight_version")
-    if name is not None and len(name) > _MAX_NAME:
-        raise InputError(f"weight_version has {len(name)} characters, but at most {_MAX_NAME} are allowed")
-    pauses = boolean("keep_pause", body.get("keep_pause")) and not (await state.engine.status()).paused
-    if pauses:
-        await state.engine.pause()
-    try:
-        done = await _update(state, path, mode, name)
-    except VolleyError:
-        if pauses:
-            await state.engine.resume()
-        raise
+    everything = body.get("abort_all")
+    if everything is not None and not isinstance(everything, bool):
+        raise InputError(f"abort_all must be true or false, not {reprlib.repr(everything)}")
+    return respond(request, {"aborted": await state.engine.abort(None if everything else text_field(body, "rid"))})
+
+
+@router.get("/server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
+@router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
+async def get_server_info(request: Request, state: Rollout) -> Response:
+    """Return the engine's kind and capabilities, its settings and its present load."""
+    status, info = await state.engine.status(), state.info
+    load = dataclasses.asdict(status)
     return respond(
-        request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done}
+        request,
+        {
+            **dataclasses.asdict(state.spec),
+            **dataclasses.asdict(info),
+            "engine": state.updates.declared.to_json(),
+            "internal_state": load,
+            "internal_states": [load],
+            "host_memory": host_memory.report(),
+            "served_model_name": state.model_name,
+            "version": f"volley-{state.updates.declared.kind}",
+            "dp_size": 1,
+            "pp_size": 1,
+            "ep_size": 1,
+            "disaggregation_mode": "null",
+            "enable_memory_saver": False,
+            "enable_return_routed_experts": "routing" in state.updates.declared.capabilities,
+            "max_total_num_tokens": info.max_total_tokens,
+            "max_req_input_len": info.context_length - 1,
+        },
     )
 
 
-def _disk_mode(body: dict[str, Any]) -> CommitMode | None:
-    """Read what happens to running requests: `mode`, or SGLang's flags. Raises InputError."""
-    aborts = boolean("abort_all_requests", body.get("abort_all_requests"))
-    flushes = body.get("flush_cache") is None or boolean("flush_cache", body["flush_cache"])
-    return commit_mode(body) or ("abort" if aborts else None if flushes else "in_place")
-
-
-async def _update(
+async def update(
     state: RolloutState, wanted: str | WeightOffer, mode: CommitMode | None, name: str | None = None
 ) -> dict[str, Any]:
+    """Stage and commit weights, under another `name` if one is given; return the answer. Raises VolleyError."""
     staged, committed = await state.updates.update(wanted, mode, name)
     done = _committed(committed) | {"engine": state.updates.declared.to_json()}
     return {**done, "timings": {**staged.timings, **done["timings"]}}

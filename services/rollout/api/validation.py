@@ -1,9 +1,7 @@
 """Check values of a request, so that the engine can run it unchanged, or raise one clear error.
 
 The engine itself accepts ids outside the vocabulary, cuts prompts silently, and ignores some sampling parameters; such
-requests are refused here. Parameters of SGLang's clients that Volley does not implement pass if their value has no
-effect (NEUTRAL); any other is refused by name. This path uses no pydantic, which needs ten times as long as numpy for a
-list of ids.
+requests are refused here. This path uses no pydantic, which needs ten times as long as numpy for a list of ids.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import math
 import reprlib
 import uuid
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, GrammarKind, SamplingParams
-from shared.bounds import is_one_of
+from services.rollout.engines.base import EngineInfo, GenerateRequest, SamplingParams
 from shared.errors import ContextExceeded, InputError
 
 CROWD = 16
@@ -29,49 +26,10 @@ MAX_SEED = (1 << 64) - 1
 MAX_RID = 200
 GREEDY_BELOW = 1e-4
 MAX_STOPS = 1024
-_MAX_NAME = 80
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1, None),
-    "ebnf": (None, ""),
-    "structural_tag": (None, ""),
-    "stop_regex": (None, [], ""),
-    "spaces_between_special_tokens": (True, False, None),
-    "custom_params": (None, {}),
-    "beam_width": (1, None),
-    "watermark": (None,),
-}
-"""Sampling parameters of SGLang, with the values that ask for nothing; others are refused."""
 SAMPLING = frozenset(
-    {
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "sampling_seed",
-        "n",
-        "skip_special_tokens",
-        "no_stop_trim",
-        "stream_interval",
-    }
+    {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"}
 )
-"""Sampling parameters that are honoured."""
-OPTIONAL: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "min_p": ("min_p", (0, None)),
-    "min_new_tokens": ("min_new_tokens", (0, None)),
-    "frequency_penalty": ("frequency_penalty", (0, None)),
-    "presence_penalty": ("presence_penalty", (0, None)),
-    "logit_bias": ("logit_bias", (None, {})),
-    "json_schema": ("grammar", (None, "")),
-    "regex": ("grammar", (None, "")),
-    "lark": ("grammar", (None, "")),
-}
-"""Sampling parameters that are honoured if the engine has an option (`EngineInfo.options`): the option, and the values
-that ask for nothing.
-"""
-MAX_PENALTY, MAX_BIAS, MAX_BIASES = 2.0, 100.0, 1024
+"""Sampling parameters that `sampling_params` reads."""
 
 
 def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:
@@ -112,11 +70,9 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams:
-    """Read SGLang's `sampling_params`; refuse those that the engine would ignore. Raises InputError."""
+    """Read the parameters SAMPLING of SGLang's `sampling_params`, for a prompt of so many tokens. Raises InputError."""
     if not isinstance(raw, Mapping):
         raise InputError(f"sampling_params must be an object, not {type(raw).__name__}")
-    missing = {name: neutral for name, (option, neutral) in OPTIONAL.items() if option not in info.options}
-    check_names(raw, SAMPLING | (OPTIONAL.keys() - missing), {**NEUTRAL, **missing}, "sampling parameter ")
     seed = raw.get("sampling_seed")
     temperature = number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
     fitting = max(1, room(info) - n_prompt)
@@ -129,49 +85,7 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
         stop_token_ids=check_stops(raw.get("stop_token_ids"), info.vocab_size),
         ignore_eos=boolean("ignore_eos", raw.get("ignore_eos")),
         sampling_seed=None if seed is None else integer("sampling_seed", seed, 0, 0, MAX_SEED),
-        min_p=number("min_p", raw.get("min_p"), 0.0, 0.0, 1.0),
-        min_new_tokens=integer("min_new_tokens", raw.get("min_new_tokens"), 0, 0, MAX_NEW_TOKENS),
-        frequency_penalty=number("frequency_penalty", raw.get("frequency_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
-        presence_penalty=number("presence_penalty", raw.get("presence_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
-        logit_bias=_biases(raw.get("logit_bias"), info.vocab_size),
-        grammar=_grammar(raw),
     )
-
-
-def _biases(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Read `logit_bias`, an object from token ids to numbers."""
-    if value is None:
-        return ()
-    if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
-        raise InputError(f"logit_bias must be an object of at most {MAX_BIASES} token ids, not {short(value)}")
-    for token in value:
-        if not (str(token).isascii() and str(token).isdigit() and int(token) < vocab_size):
-            raise InputError(f"logit_bias has {short(token)}, which is not a token id below {vocab_size}")
-    return tuple(
-        (int(token), number(f"logit_bias[{token}]", bias, 0.0, -MAX_BIAS, MAX_BIAS)) for token, bias in value.items()
-    )
-
-
-def _grammar(raw: Mapping[str, Any]) -> Grammar | None:
-    """Read `json_schema`, `regex` or `lark`, of which a request may have one; all are texts."""
-    kinds: tuple[GrammarKind, ...] = ("json_schema", "regex", "lark")
-    given = [kind for kind in kinds if not is_one_of(raw.get(kind), (None, ""))]
-    if len(given) > 1:
-        raise InputError(f"{given[0]} and {given[1]} are both given", "send one of them")
-    for kind in given:
-        if not isinstance(raw[kind], str):
-            raise InputError(f"{kind} must be a text, not {short(raw[kind])}", "send a JSON schema as text, too")
-        return Grammar(kind, raw[kind])
-    return None
-
-
-def check_names(raw: Mapping[str, Any], known: Set[str], neutral: Mapping[str, tuple[Any, ...]], what: str) -> None:
-    """Refuse names that are not `known`, unless the value is a neutral one. Raises InputError."""
-    for name in raw.keys() - known:
-        if name not in neutral:
-            raise InputError(f"unknown {what or 'field '}{str(name)[:_MAX_NAME]}", f"known: {', '.join(sorted(known))}")
-        if not is_one_of(raw[name], neutral[name]):
-            raise InputError(f"{what}{name}={short(raw[name])} is not supported", "remove it from the request")
 
 
 def computable(temperature: float) -> float:

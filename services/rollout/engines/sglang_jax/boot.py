@@ -28,6 +28,7 @@ from services.rollout.engines.sglang_jax.scheduling.products import (
     float32_logits,
     linear_through_float32,
 )
+from services.rollout.engines.sglang_jax.scheduling.requests import no_guide
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 from shared import packages
 from shared.errors import ConfigError
@@ -106,9 +107,16 @@ def describe(scheduler: RolloutScheduler, spec: EngineSpec) -> Message:
         "context_length": config.context_len,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
-        "options": [name for name in OPTIONS if name != "grammar" or Path(spec.tokenizer or "/").is_file()],
+        "options": _options(scheduler, spec),
         "eos_token_ids": sorted(int(i) for i in config.hf_eos_token_id or ()),
     }
+
+
+def _options(scheduler: RolloutScheduler, spec: EngineSpec) -> list[str]:
+    """Return which of `OPTIONS` are honoured: constraints need a package, and grammars a tokenizer."""
+    if scheduler.guide_of is no_guide:
+        return ["min_p"]
+    return [name for name in OPTIONS if name != "grammar" or Path(spec.tokenizer or "/").is_file()]
 
 
 def precompile(scheduler: RolloutScheduler, spec: EngineSpec) -> None:

@@ -1,8 +1,8 @@
 """Entry of the engine's process, `python -m services.rollout.engines.sglang_jax.worker FD`. Only `client` starts it.
 
 The process reads its EngineSpec as the first message of the link, boots, then answers messages between steps. It ends
-when the service closes the link, and with code 1 on any error of its own. Its only
-children compile grammars on trial (`scheduling.grammar_trial`) and end within seconds.
+when the service closes the link, and with code 1 on any error of its own. Its only children compile grammars on trial
+(`volley_serving.constraints`) and end within seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.rollout.engines.base import BASE_VERSION, EngineSpec
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone, with_tuples
 from services.rollout.engines.staged import StagedBase, StagedWeights
+from shared import packages
 from shared.errors import (
     Conflict,
     DeviceFailed,
@@ -98,23 +99,20 @@ class EngineWorker:
 
     def _generate(self, message: Message) -> None:
         """Queue a request; one with a grammar is queued once a thread has compiled it."""
-        grammar, rid = message["grammar"], message["rid"]
-        if grammar is None:
+        rid = message["rid"]
+        if message["grammar"] is None:
             self._scheduler.add(message)
             return
+
+        def compiled(matcher: Any, error: VolleyError | None) -> None:
+            if error is not None:
+                self._link.send({"op": "done", "results": [{"rid": rid, "error": problem(error)}]})
+                return
+            self._loaded.put(lambda: self._add_compiled(message, matcher))
+            self._link.wake()
+
         self._compiling.add(rid)
-
-        def compile_and_add() -> None:
-            try:
-                matcher = self._grammars.matcher(grammar["kind"], grammar["text"])
-            except Exception as error:  # noqa: BLE001 - whatever fails here concerns this request, not the engine
-                cause = error if isinstance(error, VolleyError) else InputError(f"the grammar cannot be used: {error}")
-                self._link.send({"op": "done", "results": [{"rid": rid, "error": problem(cause)}]})
-            else:
-                self._loaded.put(lambda: self._add_compiled(message, matcher))
-                self._link.wake()
-
-        self._grammars.threads.submit(compile_and_add)
+        self._grammars.compile(message["grammar"], compiled)
 
     def _add_compiled(self, message: Message, matcher: Any) -> None:
         if message["rid"] in self._compiling:
@@ -374,14 +372,18 @@ def _is_of_device(error: Exception) -> bool:
 def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:
     with uncollected():
         from services.rollout.engines.sglang_jax.boot import build_scheduler, describe, precompile
-        from services.rollout.engines.sglang_jax.scheduling.guides import Grammars
         from services.rollout.engines.sglang_jax.scheduling.shapes import KnownShapes, file_of
 
     scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
     precompile(scheduler, spec)
     scheduler.step.shapes = KnownShapes(file_of(spec))
+    constraints, grammars = packages.part("constraints", required=False), None
+    if constraints is not None:
+        scheduler.guide_of = constraints.guide_of
     info = describe(scheduler, spec)
-    grammars = Grammars(spec.tokenizer, info["vocab_size"], next(iter(info["eos_token_ids"]), None))
+    if constraints is not None:
+        eos = next(iter(info["eos_token_ids"]), None)
+        grammars = constraints.Grammars(spec.tokenizer, info["vocab_size"], eos)
     return EngineWorker(link, scheduler, spec.dtype, grammars), info
 
 

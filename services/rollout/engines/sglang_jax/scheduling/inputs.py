@@ -31,7 +31,7 @@ class SamplingRows:
     """Sampling parameters of the requests of one batch, one row each, padded with greedy rows.
 
     `with_top`: whether a row wants the most likely tokens. `biases` and `masks` hold the constraints of rows that have
-    some (`guides.Guide`).
+    some.
     """
 
     def __init__(self, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,6 @@ from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineSampling
 
 from services.rollout.engines.sglang_jax.link import Message
-from services.rollout.engines.sglang_jax.scheduling.guides import guide_of
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool
 from services.rollout.engines.sglang_jax.scheduling.step import StepOutput
@@ -22,6 +22,16 @@ _ALL = np.iinfo(np.int32).max
 _WORD = 0xFFFFFFFF
 
 
+type GuideOf = Callable[[Message, set[int], Any], Any]
+"""Makes a request's constraints (`volley_serving.constraints.guides.Guide`) of its message, the tokens that end it and
+the matcher of its grammar; None if it asks for none.
+"""
+
+
+def no_guide(_message: Message, _stops: set[int], _matcher: Any) -> None:
+    """Return no constraints: no package brings them, and none are asked for (`EngineInfo.options`)."""
+
+
 class RolloutReq(Req):
     """sglang-jax's request, with its seed and the versions of its tokens.
 
@@ -29,7 +39,9 @@ class RolloutReq(Req):
     prefix is cached names the weight version, so no request ever reads keys and values of other weights.
     """
 
-    def __init__(self, message: Message, model_config: Any, version: str, matcher: Any = None) -> None:
+    def __init__(
+        self, message: Message, model_config: Any, version: str, matcher: Any = None, guide_of: GuideOf = no_guide
+    ) -> None:
         ignore_eos, stops = message["ignore_eos"] and matcher is None, message["stop_token_ids"]
         sampling = EngineSampling(
             max_new_tokens=message["max_new_tokens"],

@@ -31,7 +31,7 @@ from sgl_jax.srt.mem_cache.common import release_kv_cache
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.adapters import EngineWeights
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
-from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq, dropped
+from services.rollout.engines.sglang_jax.scheduling.requests import GuideOf, RolloutReq, dropped, no_guide
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool, routing_of
 from services.rollout.engines.sglang_jax.scheduling.step import FusedStep, StepOutput, future_token
 
@@ -68,6 +68,7 @@ class RolloutScheduler(Scheduler):
         self.version = version
         self.paused = False
         self.output_tokens = 0
+        self.guide_of: GuideOf = no_guide
         self.counts = {"prefill": 0, "decode": 0, "prefill_tokens": 0}
         self._link = link
         self._done: list[Message] = []
@@ -253,7 +254,7 @@ class RolloutScheduler(Scheduler):
 
     def add(self, message: Message, matcher: Any = None) -> None:
         """Queues a request whose ids and lengths the service has checked; `matcher` is of its grammar."""
-        req = RolloutReq(message, self.model_config, self.version or "", matcher)
+        req = RolloutReq(message, self.model_config, self.version or "", matcher, self.guide_of)
         req.logprob_start_len = len(req.origin_input_ids) - 1
         self._add_request_to_queue(req)
 

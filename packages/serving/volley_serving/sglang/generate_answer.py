@@ -14,20 +14,17 @@ from typing import Any
 import numpy as np
 import orjson
 
-from services.rollout.api.event_stream import EventBuffer
-from services.rollout.api.generate_body import AskedPrompt, GenerateBody
+from services.rollout.api.generate import Rows, TextOf, rows, sampled, scored_meta
 from services.rollout.api.generation import Receive
 from services.rollout.api.routes import RolloutState
 from services.rollout.engines.base import FinishReason, GenerateResult, NewTokens, ScoredTokens, TopTokens
 from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.models.token_decoder import TokenDecoder, held_back
-from shared.routing import to_wire
 from shared.web.problems import sglang_error
+from volley_serving.event_stream import EventBuffer
+from volley_serving.sglang.generate_body import AskedPrompt, GenerateBody
 
-type TextOf = Callable[[int], str]
-type Rows = list[list[Any]]
-_EMPTY = np.empty(0, np.float32)
 END = b"data: [DONE]\n\n"
 _MOST_UNREAD = 2**20  # bytes of events that wait for the client
 
@@ -191,7 +188,7 @@ class AnswerGenerator:
                 text.add(result.output_ids.tolist())
             written, stop = text.end(result.output_ids.tolist(), result.finish), text.matched
             result = _first(result, text.n_tokens) if stop is not None else result
-        found = answer(result, arrays=self._arrays, with_logprobs=asked.logprobs)
+        found = answer(result, arrays=self._arrays, logprobs=asked.logprobs)
         meta: dict[str, Any] = found["meta_info"]
         if stop is not None:
             meta["finish_reason"] = {"type": "stop", "matched": stop}
@@ -219,16 +216,8 @@ class AnswerGenerator:
 
     def _scored(self, i: int) -> dict[str, Any]:
         """Write the answer to a request that samples nothing."""
-        asked, scored = self._body.prompts[i], self._scores.get(i)
-        meta = {
-            "prompt_tokens": len(asked.ids),
-            "completion_tokens": 0,
-            "cached_tokens": 0,
-            **self._lists(i, [], [], None),
-            "finish_reason": {"type": "length", "length": 0},
-            "weight_versions": [],
-            "weight_version": scored.version if scored else None,
-        }
+        asked = self._body.prompts[i]
+        meta = scored_meta(asked.ids, self._scores.get(i), self._lists(i, [], [], None))
         text = {} if self._arrays or self._text_of is None else {"text": ""}
         return {**text, "output_ids": [], "meta_info": meta} | self._prompt_ids(asked)
 
@@ -238,14 +227,14 @@ class AnswerGenerator:
         if not asked.logprobs:
             return {}
         text_of = self._text_of if asked.texts else None
-        found: dict[str, Any] = {"output_token_logprobs": _rows(logprobs, ids, text_of)}
+        found: dict[str, Any] = {"output_token_logprobs": rows(logprobs, ids, text_of)}
         if asked.top_logprobs:
             found["output_top_logprobs"] = _top_rows(top, text_of)
         if asked.scored_from is None:
             return found
         scored, start = self._scores.get(i), asked.scored_from
         known = [] if scored is None else scored.logprobs[start:].tolist()
-        found["input_token_logprobs"] = _rows([None, *known], asked.ids[start:].tolist(), text_of)
+        found["input_token_logprobs"] = rows([None, *known], asked.ids[start:].tolist(), text_of)
         if asked.top_logprobs:
             tops = [] if scored is None else _top_rows(scored.top, text_of)[start:]
             found["input_top_logprobs"] = [None, *tops]
@@ -262,31 +251,18 @@ def fail(error: VolleyError) -> bytes:
     return b"data: " + orjson.dumps({"error": sglang_error(error)}) + b"\n\n" + END
 
 
-def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) -> dict[str, Any]:
-    """Build SGLang's answer to /generate. Log-probabilities are a float32 array with `arrays`, else SGLang's rows
-    [logprob, id, text].
-    """
-    ids = result.output_ids
-    logprobs = result.logprobs if arrays else _rows(result.logprobs.tolist(), ids.tolist(), None)
-    return {
-        "output_ids": ids if arrays else ids.tolist(),
-        "meta_info": {
-            "id": result.rid,
-            "prompt_tokens": result.prompt_tokens,
-            "completion_tokens": len(ids),
-            "cached_tokens": result.cached_tokens,
-            **({"output_token_logprobs": logprobs} if with_logprobs else {}),
-            **({} if (routed := result.routed_experts) is None else {"routed_experts": _routed(routed, arrays)}),
-            "finish_reason": finish(result.finish),
-            "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions],
-            "weight_version": result.versions[-1].version if result.versions else None,
-        },
-    }
-
-
-def finish(reason: FinishReason) -> dict[str, Any]:
-    fields = {"matched": reason.matched, "length": reason.length, "message": reason.message}
-    return {"type": reason.type, **{k: v for k, v in fields.items() if v is not None}}
+def answer(result: GenerateResult, *, arrays: bool, logprobs: bool = True) -> dict[str, Any]:
+    """Return SGLang's answer to /generate, with arrays or, for JSON, with lists and rows."""
+    found = sampled(result, logprobs=logprobs)
+    if arrays:
+        return found
+    meta: dict[str, Any] = found["meta_info"]
+    found["output_ids"] = ids = result.output_ids.tolist()
+    if logprobs:
+        meta["output_token_logprobs"] = rows(result.logprobs.tolist(), ids)
+    if result.routed_experts is not None:
+        meta["routed_experts"] = _as_base64(result.routed_experts)
+    return found
 
 
 def _first(result: GenerateResult, n: int) -> GenerateResult:
@@ -296,16 +272,12 @@ def _first(result: GenerateResult, n: int) -> GenerateResult:
     return replace(result, output_ids=result.output_ids[:n], logprobs=result.logprobs[:n], versions=versions, top=top)
 
 
-def _rows(logprobs: Sequence[float | None], ids: Sequence[int], text_of: TextOf | None) -> Rows:
-    return [[p, t, text_of(t) if text_of else None] for p, t in zip(logprobs, ids, strict=True)]
-
-
 def _top_rows(top: TopTokens | None, text_of: TextOf | None) -> list[Rows]:
     if top is None:
         return []
-    return [_rows(p, t, text_of) for p, t in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)]
+    return [rows(p, t, text_of) for p, t in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)]
 
 
-def _routed(experts: np.ndarray, arrays: bool) -> dict[str, Any] | str:
-    """Write experts [n, L, k], in JSON as SGLang does: little-endian int32 as base64, without the shape."""
-    return to_wire(experts) if arrays else base64.b64encode(experts.astype("<i4").tobytes()).decode()
+def _as_base64(experts: np.ndarray) -> str:
+    """Write experts [n, L, k] as SGLang does: little-endian int32 as base64, without the shape."""
+    return base64.b64encode(experts.astype("<i4").tobytes()).decode()

@@ -1,28 +1,28 @@
-"""SGLang's routes that control and describe a server, for its routers and for trainers of other projects.
+"""SGLang's routes that control and describe a server or load weights, for its routers and other projects' trainers.
 
 SGLang routes that this server cannot support answer 422 with the reason (REFUSED) rather than "not found".
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.rollout.api import schemas
-from services.rollout.api.routes import Rollout, RolloutState, commit_mode, text_field
+from services.rollout.api.routes import Rollout, RolloutState, commit_mode, text_field, update
 from services.rollout.api.validation import boolean, short
-from shared.errors import InputError
-from shared.process import host_memory
+from services.rollout.engines.staged import CommitMode
+from shared.errors import InputError, VolleyError
 from shared.web import refused
 from shared.web.access import Role
 from shared.web.http import read_body, respond
 from shared.web.openapi import declares
+from shared.web.routes import ServiceRoutes
+from volley_serving.sglang import schemas
+from volley_serving.sglang.names import check_names
 
 router = APIRouter()
 ROLES = {
@@ -30,11 +30,9 @@ ROLES = {
     "GET /get_weight_version": Role.VIEWER,
     "GET /model_info": Role.VIEWER,
     "GET /get_model_info": Role.VIEWER,
-    "GET /server_info": Role.VIEWER,
-    "GET /get_server_info": Role.VIEWER,
     "GET /v1/loads": Role.VIEWER,
     "GET /get_load": Role.VIEWER,
-    "POST /abort_request": Role.SERVICE,
+    "POST /update_weights_from_disk": Role.ADMIN,
     "POST /pause_generation": Role.ADMIN,
     "POST /continue_generation": Role.ADMIN,
     "GET /flush_cache": Role.ADMIN,
@@ -42,6 +40,18 @@ ROLES = {
     "GET /resume_memory_occupation": Role.ADMIN,
     "POST /resume_memory_occupation": Role.ADMIN,
 }
+DISK_FIELDS = frozenset({"model_path", "mode", "abort_all_requests", "flush_cache", "keep_pause", "weight_version"})
+"""Fields of /update_weights_from_disk that are honoured."""
+DISK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "load_format": ("auto", "safetensors", None),
+    "is_async": (False, None),
+    "torch_empty_cache": (True, False, None),
+    "recapture_cuda_graph": (True, False, None),
+    "token_step": (0, None),
+    "manifest": (None,),
+}
+"""Its other fields, with the values that ask for nothing; any other value is refused."""
+_MAX_NAME = 200
 _FROM_DISK = "write a Hugging Face folder and send its path to /update_weights_from_disk"
 _NO_GROUP = ("weights do not arrive over NCCL or shared memory", _FROM_DISK)
 _NO_LORA = ("adapters are not loaded by name", f"merge them; {_FROM_DISK}")
@@ -118,35 +128,6 @@ async def get_model_info(request: Request, state: Rollout) -> Response:
     )
 
 
-@router.get("/server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
-@router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
-async def get_server_info(request: Request, state: Rollout) -> Response:
-    """Return the engine's kind and capabilities, its settings and its present load."""
-    status, info = await state.engine.status(), state.info
-    load = dataclasses.asdict(status)
-    return respond(
-        request,
-        {
-            **dataclasses.asdict(state.spec),
-            **dataclasses.asdict(info),
-            "engine": state.updates.declared.to_json(),
-            "internal_state": load,
-            "internal_states": [load],
-            "host_memory": host_memory.report(),
-            "served_model_name": state.model_name,
-            "version": f"volley-{state.updates.declared.kind}",
-            "dp_size": 1,
-            "pp_size": 1,
-            "ep_size": 1,
-            "disaggregation_mode": "null",
-            "enable_memory_saver": False,
-            "enable_return_routed_experts": "routing" in state.updates.declared.capabilities,
-            "max_total_num_tokens": info.max_total_tokens,
-            "max_req_input_len": info.context_length - 1,
-        },
-    )
-
-
 @router.get("/v1/loads", tags=["info"], openapi_extra=declares(answer=schemas.LOADS))
 async def loads(request: Request, state: Rollout) -> Response:
     """Return running and waiting requests; every section is there, whichever `include` names."""
@@ -183,16 +164,6 @@ async def _load(state: RolloutState) -> dict[str, Any]:
         "max_running_requests": info.max_running_requests,
         "utilization": status.running / info.max_running_requests,
     }
-
-
-@router.post("/abort_request", tags=["control"], openapi_extra=declares(body=schemas.ABORT, answer=schemas.ABORTED))
-async def abort_request(request: Request, state: Rollout) -> Response:
-    """End the request `rid`, or all with `abort_all`; each answers with the tokens it has sampled."""
-    body = await read_body(request)
-    everything = body.get("abort_all")
-    if everything is not None and not isinstance(everything, bool):
-        raise InputError(f"abort_all must be true or false, not {reprlib.repr(everything)}")
-    return respond(request, {"aborted": await state.engine.abort(None if everything else text_field(body, "rid"))})
 
 
 @router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=schemas.PAUSE, answer=schemas.STATE))
@@ -239,8 +210,46 @@ async def resume_memory_occupation(request: Request) -> Response:
     return respond(request, {"success": True, "message": "the memory of weights and cache was not released"})
 
 
+@router.post(
+    "/update_weights_from_disk",
+    tags=["weights"],
+    openapi_extra=declares(body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
+)
+async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
+    """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the weights root, whose weights are
+    called `weight_version` (default: as the folder). `keep_pause` pauses decoding before, unless the weights are
+    refused.
+    """
+    body = await read_body(request)
+    check_names(body, DISK_FIELDS, DISK_NEUTRAL, "")
+    path, mode = text_field(body, "model_path"), _disk_mode(body)
+    name = None if body.get("weight_version") is None else text_field(body, "weight_version")
+    if name is not None and len(name) > _MAX_NAME:
+        raise InputError(f"weight_version has {len(name)} characters, but at most {_MAX_NAME} are allowed")
+    pauses = boolean("keep_pause", body.get("keep_pause")) and not (await state.engine.status()).paused
+    if pauses:
+        await state.engine.pause()
+    try:
+        done = await update(state, path, mode, name)
+    except VolleyError:
+        if pauses:
+            await state.engine.resume()
+        raise
+    return respond(
+        request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done}
+    )
+
+
+def _disk_mode(body: dict[str, Any]) -> CommitMode | None:
+    """Read what happens to running requests: `mode`, or SGLang's flags. Raises InputError."""
+    aborts = boolean("abort_all_requests", body.get("abort_all_requests"))
+    flushes = body.get("flush_cache") is None or boolean("flush_cache", body["flush_cache"])
+    return commit_mode(body) or ("abort" if aborts else None if flushes else "in_place")
+
+
 refused.add(router, REFUSED)
 ROLES |= {f"{method} {path}": Role.ADMIN for method in refused.METHODS for path in REFUSED}
+ROUTES = ServiceRoutes(router, ROLES)
 
 
 async def _optional_body(request: Request) -> dict[str, Any]:

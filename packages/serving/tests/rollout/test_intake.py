@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.api.generate_body import read_prompt, wants_logprobs
-from services.rollout.engines.base import OPTIONS, EngineInfo, Grammar
+from services.rollout.api.generate import wants_logprobs
+from services.rollout.engines.base import OPTIONS, EngineInfo, GenerateRequest, Grammar
 from shared.errors import InputError
-from tests.support.engine import generate_request
+from volley_serving.sglang.generate_body import read_prompt
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
+
+
+def generate_request(body: dict[str, Any], info: EngineInfo) -> GenerateRequest:
+    """Read the body of a request that samples."""
+    request = read_prompt(body, info).request
+    assert request is not None
+    return request
 
 
 def request(ids: Any = (1, 2), **sampling: Any):

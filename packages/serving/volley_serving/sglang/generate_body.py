@@ -13,43 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.api.validation import (
-    MAX_RID,
-    boolean,
-    build,
-    check_count,
-    check_names,
-    integer,
-    is_one_of,
-    prompt_ids,
-    room,
-    sampling_params,
-    short,
-)
+from services.rollout.api import generate
+from services.rollout.api.generate import read_rid, read_tokens, wants_logprobs
+from services.rollout.api.validation import boolean, check_count, integer, short
 from services.rollout.engines.base import MAX_TOP_LOGPROBS, EngineInfo, GenerateRequest
-from shared.errors import ContextExceeded, InputError
+from shared.errors import InputError
+from volley_serving.sglang import sampling
+from volley_serving.sglang.names import check_names
 
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 64
 MAX_INTERVAL = 1 << 20
 _MAX_SEED = 1 << 64
 TEXTS = "return_text_in_logprobs"
-FIELDS = frozenset(
-    {
-        "input_ids",
-        "text",
-        "sampling_params",
-        "rid",
-        "stream",
-        "return_logprob",
-        "logprob_start_len",
-        "top_logprobs_num",
-        TEXTS,
-        "return_prompt_token_ids",
-        "return_routed_experts",
-        "routed_experts_start_len",
-    }
-)
+FIELDS = generate.FIELDS | {"text", "stream", "top_logprobs_num", TEXTS, "return_prompt_token_ids"}
 """Fields that are honoured."""
 LABELS = frozenset({"model", "session_id", "conversation_id", "routing_key", "external_trace_header", "received_time"})
 """Fields of routers and clients that describe a request: any value is accepted, and changes nothing."""
@@ -191,38 +168,27 @@ def read(body: Mapping[str, Any], info: EngineInfo, encode: Encode | None) -> Ge
 def read_prompt(body: Mapping[str, Any], info: EngineInfo) -> AskedPrompt:
     """Read the body of one prompt of ids. Raises InputError naming the field and the value that is wrong."""
     check_names(body, _NAMES, NEUTRAL_FIELDS, "")
-    ids = prompt_ids(body.get("input_ids"), info.vocab_size)
-    raw: Any = body.get("sampling_params")
-    raw = {} if raw is None else raw
-    logprobs, top = wants_logprobs(body), _top_logprobs(body)
-    texts = boolean(TEXTS, body.get(TEXTS))
+    top, texts = _top_logprobs(body), boolean(TEXTS, body.get(TEXTS))
     echoes = boolean("return_prompt_token_ids", body.get("return_prompt_token_ids"))
-    if _samples_nothing(raw):
-        _check_scoring(body, {**raw, "max_new_tokens": 1}, info, ids)
-        start = integer("logprob_start_len", body.get("logprob_start_len"), 0, 0, len(ids) - 1)
-        return AskedPrompt(ids, None, start, top, texts=texts, echoes_ids=echoes)
-    request = build(ids, sampling_params(raw, info, len(ids)), _rid(body.get("rid")), info)
-    request = replace(request, routed_from=_routed_from(body, len(ids)), top_logprobs=top)
-    start = _scored_from(body.get("logprob_start_len"), len(ids))
+    asked = read_tokens(body, info, sampling.read)
+    if asked.request is None:
+        return AskedPrompt(asked.ids, None, asked.scored_from, top, texts=texts, echoes_ids=echoes)
+    raw: Mapping[str, Any] = body.get("sampling_params") or {}
+    start = _scored_from(body.get("logprob_start_len"), len(asked.ids))
+    skips = raw.get("skip_special_tokens")
     return AskedPrompt(
-        ids,
-        request,
-        start if logprobs else None,
+        asked.ids,
+        replace(asked.request, top_logprobs=top),
+        start if asked.logprobs else None,
         top,
-        logprobs,
+        asked.logprobs,
         texts,
         echoes,
         _stops(raw.get("stop")),
-        skips_special=raw.get("skip_special_tokens") is None
-        or boolean("skip_special_tokens", raw["skip_special_tokens"]),
+        skips_special=skips is None or boolean("skip_special_tokens", skips),
         keeps_stop=boolean("no_stop_trim", raw.get("no_stop_trim")),
         interval=integer("stream_interval", raw.get("stream_interval"), 1, 1, MAX_INTERVAL),
     )
-
-
-def wants_logprobs(body: Mapping[str, Any]) -> bool:
-    """Return `return_logprob`, by default true, unlike SGLang's. Raises InputError."""
-    return True if body.get("return_logprob") is None else boolean("return_logprob", body["return_logprob"])
 
 
 def _prompts(body: Mapping[str, Any], info: EngineInfo, encode: Encode | None) -> tuple[list[Any], bool]:
@@ -274,17 +240,11 @@ def _samples(sampling: Any) -> int:
 def _rids(rid: Any, n_prompts: int, n: int, *, is_batch: bool) -> list[str | None]:
     """Return an identifier for each answer: of a batch, the given one with the answer's number. Raises InputError."""
     if isinstance(rid, list):
-        if len(rid) != n_prompts or len({_rid(one) for one in rid}) != n_prompts or not is_batch:
+        if len(rid) != n_prompts or len({read_rid(one) for one in rid}) != n_prompts or not is_batch:
             raise InputError(f"rid must hold a different text for each of {n_prompts} prompts, not {short(rid)}")
         return [one if n == 1 else f"{one}_{k}" for one in rid for k in range(n)]
-    base = _rid(rid)
+    base = read_rid(rid)
     return [base if base is None or not is_batch else f"{base}_{i}" for i in range(n_prompts * n)]
-
-
-def _rid(rid: Any) -> str | None:
-    if rid is not None and not (isinstance(rid, str) and len(rid) <= MAX_RID):
-        raise InputError(f"rid must be a string of up to {MAX_RID} characters, not {short(rid)}")
-    return rid
 
 
 def _sample(asked: AskedPrompt, rid: str | None, k: int) -> AskedPrompt:
@@ -297,28 +257,6 @@ def _sample(asked: AskedPrompt, rid: str | None, k: int) -> AskedPrompt:
         asked.request, rid=rid or uuid.uuid4().hex, sampling=replace(sampling, sampling_seed=seed) if k else sampling
     )
     return replace(asked, request=request)
-
-
-def _samples_nothing(sampling: Any) -> bool:
-    """True if only log-probabilities of the prompt are requested: `max_new_tokens` is 0."""
-    return isinstance(sampling, Mapping) and is_one_of(sampling.get("max_new_tokens"), (0,))
-
-
-def _check_scoring(body: Mapping[str, Any], sampling: Any, info: EngineInfo, ids: np.ndarray) -> None:
-    """Check a body that samples nothing. Raises InputError."""
-    temperature = sampling_params(sampling, info, len(ids)).temperature
-    if temperature not in (0.0, 1.0):
-        raise InputError(
-            f"temperature={temperature:g}: a prompt is scored at temperature 1", "remove it from the request"
-        )
-    if body.get("return_logprob") is not True:
-        raise InputError("max_new_tokens=0 without return_logprob requests nothing", "send return_logprob=true")
-    if len(ids) > room(info):
-        raise ContextExceeded.of(room(info), len(ids))
-    if _routed_from(body, len(ids)) is not None:
-        raise InputError(
-            "return_routed_experts needs sampled tokens, and max_new_tokens is 0", "remove it from the request"
-        )
 
 
 def _scored_from(start: Any, n_prompt: int) -> int | None:
@@ -337,12 +275,6 @@ def _top_logprobs(body: Mapping[str, Any]) -> int:
     if top and not wants_logprobs(body):
         raise InputError(f"top_logprobs_num={top} needs return_logprob", "send return_logprob=true")
     return top
-
-
-def _routed_from(body: Mapping[str, Any], n_prompt: int) -> int | None:
-    """Return the first position of the prompt for which experts are wanted; None for none. Raises InputError."""
-    start = integer("routed_experts_start_len", body.get("routed_experts_start_len"), 0, 0, n_prompt)
-    return start if boolean("return_routed_experts", body.get("return_routed_experts")) else None
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

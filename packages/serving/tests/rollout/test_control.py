@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollout.api.control import REFUSED
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.weights.serving import Serving
@@ -20,6 +19,7 @@ from shared.models.config import ModelConfig
 from shared.web.access import AccessTokens, Role
 from tests.support import models
 from tests.support.engine import SETTINGS, FakeEngine
+from volley_serving.sglang.control import REFUSED
 
 VERSION = "e000001-s000000"
 CONFIG = models.tiny_config()

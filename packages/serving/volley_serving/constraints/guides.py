@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from services.rollout.engines.sglang_jax.link import Message
-from services.rollout.engines.sglang_jax.scheduling.grammar_trial import CPU_S, compiles_in_time
-from shared.errors import InputError
+from shared.errors import InputError, VolleyError
+from volley_serving.constraints.grammar_trial import CPU_S, compiles_in_time
 
 _MAKERS = {
     "json_schema": LLMatcher.grammar_from_json_schema,
@@ -94,7 +94,21 @@ class Grammars:
         self._tokenizer: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
-        self.threads = ThreadPoolExecutor(2, "grammar")
+        self._threads = ThreadPoolExecutor(2, "grammar")
+
+    def compile(self, grammar: Message, done: Callable[[Any, VolleyError | None], None]) -> None:
+        """Compile in a thread, which calls `done` with a matcher at its start, or with the error."""
+
+        def work() -> None:
+            try:
+                matcher = self.matcher(grammar["kind"], grammar["text"])
+            except Exception as error:  # noqa: BLE001 - whatever fails here concerns this request, not the engine
+                cause = error if isinstance(error, VolleyError) else InputError(f"the grammar cannot be used: {error}")
+                done(None, cause)
+            else:
+                done(matcher, None)
+
+        self._threads.submit(work)
 
     def matcher(self, kind: str, text: str) -> Any:
         """Return a matcher at its start. Raises InputError for a grammar that cannot be compiled."""

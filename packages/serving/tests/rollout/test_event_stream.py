@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.api.event_stream import EventBuffer, EventStream
+from volley_serving.event_stream import EventBuffer, EventStream
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -1,7 +1,7 @@
 """Trial compilation of a grammar in a process of its own, which limits of CPU time and memory end.
 
 llguidance counts no fuel while it intersects expressions, so twenty of them may take hours, and a thread cannot be
-ended. `python -m services.rollout.engines.sglang_jax.scheduling.grammar_trial` reads a grammar in llguidance's own
+ended. `python -m volley_serving.constraints.grammar_trial` reads a grammar in llguidance's own
 format and compiles it for a vocabulary of single bytes, because the time does not depend on the vocabulary.
 """
 
