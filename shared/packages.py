@@ -25,6 +25,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `accelerators` → `volley.local.devices.DeviceAssigner`, `planner` → `volley.choices.Planner`,
                       `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
+                      `curriculum` → `(CurriculumConfig, EnvironmentTallies, names) -> Curriculum`
+                      (services.orchestrator.mixture.mixture),
                       `teachers` → `(RunConfig) -> OpenTeachers` (services.orchestrator.episodes.teaching),
                       `teachers.check` → `(RunConfig) -> Awaitable[None]`, which asks each teacher once,
                       `rule_checks` → `(PolicyGradientSection, filter) -> None`, which tries the user's own rules,
@@ -67,7 +69,7 @@ OWNERS: Mapping[str, str] = {
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
     **dict.fromkeys(("own", "rae", "reinforce_plus_plus", "rule_checks", "sao", "sapo"), "volley-rl-algorithms"),
-    **dict.fromkeys(("teachers", "teachers.check"), "volley-rl-algorithms"),
+    **dict.fromkeys(("curriculum", "teachers", "teachers.check"), "volley-rl-algorithms"),
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",

@@ -16,7 +16,7 @@ from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teaching import Teachers, TeachingContext
 from services.orchestrator.judges import JudgeContext
-from services.orchestrator.mixture.curriculum import rule_of
+from services.orchestrator.mixture.mixture import opened_curriculum
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
@@ -29,6 +29,7 @@ from services.orchestrator.servers.slots import Slots
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
 from services.orchestrator.store import RecordStore
+from services.orchestrator.tallies import EnvironmentTallies
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
@@ -118,7 +119,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
 def _check_rule(settings: OrchestratorSettings) -> None:
     """Raise ConfigError for a curriculum of the user that fails on made inputs; a run makes its own only later."""
     if settings.curriculum is not None:
-        rule_of(settings.curriculum, settings.members)
+        opened_curriculum(settings.curriculum, EnvironmentTallies(), settings.members)
 
 
 def _policy(settings: OrchestratorSettings) -> GenerationPolicy:

@@ -1,23 +1,24 @@
 """Mixture of a running run: tasks of tickets, environments that join, leave or are set aside.
 
 Every decision becomes a line of mixture.jsonl (see `log`). It follows from the environment service's offers, people's
-requests, failing groups, and learnability (see `curriculum`). A ticket of an environment that has left keeps its
+requests, failing groups, and a curriculum. A ticket of an environment that has left keeps its
 environment: its group fails with the error's class, the ticket ends as `failed`, and another one replaces it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
-from services.orchestrator.mixture.curriculum import Curriculum
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.members import Offer, members_of, offers_in, weighted
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
 from services.orchestrator.status import RunStatus
+from services.orchestrator.tallies import EnvironmentTallies
+from shared import packages
 from shared.data_schema import CurriculumConfig
 from shared.errors import InputError, NotFound, RuleFailed, Unavailable, VolleyError
 from shared.process import telemetry
@@ -35,6 +36,35 @@ class OffersEnvironments(Protocol):
     async def environments(self) -> Any: ...
 
     async def num_tasks(self, env: str, split: str) -> int: ...
+
+
+class Curriculum(Protocol):
+    """Factors of a mixture's weights, which follow from its groups."""
+
+    @property
+    def is_due(self) -> bool:
+        """True if new factors are due, until `settled`."""
+        ...
+
+    async def judged(self, factors: Mapping[str, float], tickets: Mapping[str, int]) -> dict[str, float]:
+        """Return new factors by environment. Raises RuleFailed.
+
+        Args: factors, tickets: of each environment so far; the latter name all.
+        """
+        ...
+
+    def after(self, last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
+        """Return these environments' factors other than 1: the judged ones if one moves enough, else the last."""
+        ...
+
+    def settled(self) -> None:
+        """Mark the factors as applied."""
+        ...
+
+
+def opened_curriculum(config: CurriculumConfig, tallies: EnvironmentTallies, names: Iterable[str]) -> Curriculum:
+    """Return a run's curriculum. Raises ConfigError if no package brings it, or a rule of the user's own fails."""
+    return packages.part("curriculum")(config, tallies, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +96,7 @@ class RunMixture:
         self._service, self._status = service, status
         self._suspensions = suspensions or Suspensions()
         settings = configured.curriculum
-        self._curriculum = Curriculum(settings, status.by_env, configured.members) if settings else None
+        self._curriculum = settings and opened_curriculum(settings, status.by_env, configured.members)
         self._offers: dict[str, Offer] | None = None
         self._unplayable: dict[str, str] = {}
         self._wake, self._settling = asyncio.Event(), asyncio.Lock()

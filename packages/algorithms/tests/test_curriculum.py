@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from services.orchestrator.app import open_orchestrator
-from services.orchestrator.mixture.curriculum import Curriculum, rule_of
 from services.orchestrator.mixture.suspension import Suspensions
 from services.orchestrator.settings import from_config
 from services.orchestrator.tallies import EnvironmentTallies
@@ -24,6 +23,7 @@ from shared.types import Group, WeightVersion
 from tests.orchestrator.mixtures import MixtureUnderTest, row
 from tests.orchestrator.test_component import run_config
 from tests.support.small_run import group
+from volley_algorithms.curriculum import EnvironmentCurriculum, rule_of
 
 EVERY = CurriculumConfig(every_groups=16, floor=0.1)
 
@@ -38,7 +38,7 @@ def tallied(env: str, tallies: EnvironmentTallies, *groups: tuple[bool, ...]) ->
         tallies.published(scored(env, *successes))
 
 
-def judged(curriculum: Curriculum, *envs: str) -> dict[str, float]:
+def judged(curriculum: EnvironmentCurriculum, *envs: str) -> dict[str, float]:
     return asyncio.run(curriculum.judged({}, dict.fromkeys(envs, 0))) if curriculum.is_due else {}
 
 
@@ -57,7 +57,7 @@ def test_the_learnability_of_groups_is_an_unbiased_estimate_of_the_variance_of_s
 
 def test_what_is_solved_or_hopeless_keeps_the_floor_and_what_is_half_solved_has_all():
     tallies = EnvironmentTallies()
-    curriculum = Curriculum(EVERY, tallies)
+    curriculum = EnvironmentCurriculum(EVERY, tallies)
     for env, outcome in (("solved", (True, True)), ("hopeless", (False, False)), ("half", (True, False))):
         tallied(env, tallies, *[outcome] * 8)
     assert judged(curriculum, "solved", "hopeless", "half") == {"solved": 0.1, "hopeless": 0.1, "half": 1.0}
@@ -65,14 +65,14 @@ def test_what_is_solved_or_hopeless_keeps_the_floor_and_what_is_half_solved_has_
 
 def test_half_of_the_tasks_always_solved_and_half_never_is_nothing_to_learn():
     tallies = EnvironmentTallies()
-    curriculum = Curriculum(EVERY, tallies)
+    curriculum = EnvironmentCurriculum(EVERY, tallies)
     tallied("split", tallies, *[(True, True), (False, False)] * 8)
     assert judged(curriculum, "split") == {"split": 0.1}
 
 
 def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_known():
     tallies = EnvironmentTallies()
-    curriculum = Curriculum(EVERY, tallies)
+    curriculum = EnvironmentCurriculum(EVERY, tallies)
     tallied("a", tallies, *[(True, True)] * 9)
     tallied("b", tallies, *[(True, False)] * 6)
     assert judged(curriculum, "a", "b") == {}
@@ -86,7 +86,7 @@ def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_kn
 
 
 def test_factors_stay_until_one_has_moved_far_enough():
-    after = Curriculum(EVERY, EnvironmentTallies()).after
+    after = EnvironmentCurriculum(EVERY, EnvironmentTallies()).after
     assert after({"a": 0.14}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.14}
     assert after({"a": 0.16}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.1, "b": 0.97}
     assert after({"a": 0.1, "b": 0.2}, {"a": 0.15}, ["a", "b"]) == {"a": 0.15, "b": 0.2}
@@ -337,7 +337,7 @@ def test_dump_prefers_large_advantages_and_little_known_environments():
     tallies = EnvironmentTallies()
     for env, outcome in (("solved", (True, True)), ("half", (True, False)), ("rare", (True, False))):
         tallied(env, tallies, *[outcome] * 8)
-    curriculum = Curriculum(CurriculumConfig(custom=text), tallies, ["solved", "half", "rare"])
+    curriculum = EnvironmentCurriculum(CurriculumConfig(custom=text), tallies, ["solved", "half", "rare"])
     found = asyncio.run(curriculum.judged({}, {"solved": 100, "half": 100, "rare": 20}))
     a = float(np.abs((np.array([1, 0]) - 0.5) / np.std([1, 0])).mean())
     score = {"solved": bonus(100), "half": a + bonus(100), "rare": a + bonus(20)}

@@ -62,8 +62,8 @@ type CurriculumRule = Callable[[MixtureInputs], dict[str, float]]
 """From the mixture to new factors of weights by environment; the others keep theirs."""
 
 
-class Curriculum:
-    """Factors of a mixture's weights.
+class EnvironmentCurriculum:
+    """`Curriculum` of a run (part `curriculum`).
 
     Args:
         tallies: of the groups that this process has published.
@@ -83,16 +83,13 @@ class Curriculum:
         return self._tallies.n_groups >= self._next
 
     async def judged(self, factors: Mapping[str, float], tickets: Mapping[str, int]) -> dict[str, float]:
-        """Return new factors by environment. Raises RuleFailed.
-
-        Args: factors, tickets: of each environment so far; the latter name all.
-        """
+        """As `Curriculum.judged`."""
         envs = {env: _inputs(self._tallies[env].recent, n, factors.get(env, 1.0)) for env, n in tickets.items()}
         inputs = MixtureInputs(MappingProxyType(envs))
         return await in_thread(own_rules.CURRICULUM, lambda: self._rule(inputs))
 
     def after(self, last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
-        """Return these environments' factors other than 1: the judged ones if one moves enough, else the last."""
+        """As `Curriculum.after`."""
         before = {env: last.get(env, 1.0) for env in envs}
         after = {env: judged.get(env, factor) for env, factor in before.items()}
         least = _LEAST_OWN_MOVE * min(1.0, max(after.values(), default=1.0)) if self._config.custom else _LEAST_MOVE
@@ -100,7 +97,7 @@ class Curriculum:
         return {env: factor for env, factor in (after if moved else before).items() if factor != 1.0}
 
     def settled(self) -> None:
-        """Mark the factors as applied: the next ones are due `every_groups` groups from now."""
+        """As `Curriculum.settled`: the next factors are due `every_groups` groups from now."""
         if self.is_due:
             self._next = self._tallies.n_groups + self._config.every_groups
 
