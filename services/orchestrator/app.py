@@ -21,7 +21,7 @@ from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
-from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.policy import policy_of
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.fleet import GIVE_UP_S, Discover, DiscoveredServer, Fleet
@@ -103,7 +103,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             ReservationGate(),
             dispatcher,
             handover,
-            policy=_policy(settings),
+            policy=policy_of(
+                settings.generation, settings.terms.batch, settings.group_size, mask_truncated=settings.mask_truncated
+            ),
             sinks=sinks,
             recorder=recorder,
             judges=judges,
@@ -120,11 +122,6 @@ def _check_rule(settings: OrchestratorSettings) -> None:
     """Raise ConfigError for a curriculum of the user that fails on made inputs; a run makes its own only later."""
     if settings.curriculum is not None:
         opened_curriculum(settings.curriculum, EnvironmentTallies(), settings.members)
-
-
-def _policy(settings: OrchestratorSettings) -> GenerationPolicy:
-    batch, masked = settings.terms.batch, settings.mask_truncated
-    return GenerationPolicy(settings.generation, batch, settings.group_size, mask_truncated=masked)
 
 
 async def _model(settings: OrchestratorSettings) -> tuple[ChatTokenizer, RoutingShape | None]:

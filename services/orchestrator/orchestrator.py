@@ -20,7 +20,7 @@ from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
-from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.policy import EveryGroup, GenerationPolicy
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_offers, wait_for_tasks
 from services.orchestrator.schedule.ticket_loop import RunGroup, TicketLoop
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
@@ -62,7 +62,7 @@ class Orchestrator:
     gate: ReservationGate
     dispatcher: Dispatcher
     handover: RecordHandover
-    policy: GenerationPolicy = field(default_factory=GenerationPolicy)
+    policy: GenerationPolicy = field(default_factory=EveryGroup)
     partials: PartialRollouts = field(default_factory=lambda: PartialRollouts(None))
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     recorder: AgentRecorder | None = None

@@ -18,7 +18,7 @@ from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.policy import policy_of
 from services.orchestrator.schedule.reservations import Admission
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
@@ -125,7 +125,7 @@ def _outcome(study: Study, trainer: SimulatedTrainer, servers: list[SimulatedSer
 
 def _ticket_loop(study: Study, queue: SimulatedTrainer, dispatcher: Dispatcher, status: RunStatus) -> TicketLoop:
     generation, batch = study.generation, study.groups_per_step
-    policy, gate = GenerationPolicy(generation, batch, study.group_size), ReservationGate()
+    policy, gate = policy_of(generation, batch, study.group_size, mask_truncated=False), ReservationGate()
     gate.release(ReservationGate.START)
     order = TaskOrder(7, 100_000)
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.dispatch import Dispatcher
-from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.teaching import GroupTeaching
-from services.orchestrator.episodes.turn import SamplingSpec
+from services.orchestrator.episodes.turn import SamplingSpec, TurnBarrier
 from services.orchestrator.judges import GroupJudges
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error

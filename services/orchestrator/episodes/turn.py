@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import blake3
 
@@ -19,7 +19,6 @@ from services.orchestrator import metrics
 from services.orchestrator.episodes.budget import SampledTurn, TokenBudget
 from services.orchestrator.episodes.context import EpisodeContext
 from services.orchestrator.episodes.failures import EpisodeChanged, WrongVersion
-from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
@@ -52,6 +51,18 @@ class TokenBounds:
     def room(self, n_tokens: int) -> int:
         """Return how many tokens may follow `n_tokens`; engines need the sum below their context length."""
         return self.context_length - 1 - n_tokens
+
+
+class TurnBarrier(Protocol):
+    """Holds episodes before each turn until the others that still run have reached theirs."""
+
+    async def turn(self) -> None:
+        """Wait for the others."""
+        ...
+
+    def leave(self) -> None:
+        """Remove an episode that has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

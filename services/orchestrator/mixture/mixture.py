@@ -96,7 +96,7 @@ class RunMixture:
         self._service, self._status = service, status
         self._suspensions = suspensions or Suspensions()
         settings = configured.curriculum
-        self._curriculum = settings and opened_curriculum(settings, status.by_env, configured.members)
+        self._curriculum = opened_curriculum(settings, status.by_env, configured.members) if settings else None
         self._offers: dict[str, Offer] | None = None
         self._unplayable: dict[str, str] = {}
         self._wake, self._settling = asyncio.Event(), asyncio.Lock()

@@ -6,140 +6,73 @@ group is sent without trajectories and with its rule, and the trainer ends its t
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-from services.orchestrator.episodes.lockstep import TurnBarrier
-from services.orchestrator.schedule.cohorts import Cohort
-from services.orchestrator.schedule.filters import GroupFilter, group_filters
-from services.orchestrator.schedule.rounds import Rounds
-from services.orchestrator.schedule.stragglers import Stragglers
-from shared.generation_schema import GenerationSection, round_size
-from shared.group_rules import in_loss, rewards
-from shared.outcomes import FilterRule
+from services.orchestrator.episodes.turn import TurnBarrier
+from shared import packages
+from shared.generation_schema import GenerationFilters, GenerationSection
 from shared.types import Group
-
-_ROUNDING = 1e-9
-"""Rounding error of products such as 0.29 * 100, which is a little below 29."""
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Keeps the share `ratio` of `n` groups, by the standard deviation of their rewards (GRL's rollout filter).
-
-    With `mask_truncated`, the rewards are those of the episodes that were not truncated. Of a game, the seat with the
-    largest deviation decides.
-    """
-
-    n: int
-    ratio: float
-    kind: Literal["std", "std_rev"]
-    mask_truncated: bool = False
-
-    def why(self, group: Group, among: Sequence[Group]) -> str | None:
-        """Return the reason to reject the group, None to keep it. Of equal groups the lower ticket is kept."""
-        sign = -1.0 if self.kind == "std" else 1.0
-        ranked = sorted(among, key=lambda one: (sign * self._std(one), one.ticket))
-        n_kept = max(1, int(self.ratio * len(ranked) + _ROUNDING))
-        place = ranked.index(group)
-        if place < n_kept:
-            return None
-        std = self._std(group)
-        return f"place {place + 1} of {len(ranked)} by {self.kind} of the rewards ({std:g}), {n_kept} are kept"
-
-    def _std(self, group: Group) -> float:
-        counted = rewards(in_loss(group, mask_truncated=self.mask_truncated))
-        return max((float(one.std()) for one in counted), default=0.0)
-
-
-def selection(config: GenerationSection, groups_per_step: int, mask_truncated: bool = False) -> Selection | None:
-    """Return the selection of a run, if it has one."""
-    filters = config.filters
-    if filters.rollout_filter_ratio is None:
-        return None
-    n = round_size(config, groups_per_step)
-    return Selection(n, filters.rollout_filter_ratio, filters.rollout_filter_type, mask_truncated)
-
 
 type MakeGroup = Callable[[TurnBarrier | None], Awaitable[Group]]
 """Makes a group; with a barrier, its episodes advance with those of other groups."""
+type VoidGroup = Callable[[str], Awaitable[Group]]
+"""Returns the group of a straggler, for a reason."""
 
 
-class GenerationPolicy:
-    """Policy of one run.
+class GenerationPolicy(Protocol):
+    """Policy of one run."""
+
+    async def generate(self, ticket: int, make: MakeGroup, void: VoidGroup) -> Group:
+        """Generate a group once the policy lets it start."""
+        ...
+
+    def ticket(self) -> AbstractContextManager[None]:
+        """Count a ticket as undecided."""
+        ...
+
+    def set_starved(self, is_starved: bool) -> None:
+        """Record whether no ticket is available: groups then stop waiting for more of them."""
+        ...
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if groups wait for others."""
+        ...
+
+    async def filter_group(self, group: Group) -> Group:
+        """Return the group, or a rejected one."""
+        ...
+
+
+class EveryGroup:
+    """Policy that generates groups at once, and sends them all."""
+
+    has_waiting = False
+
+    async def generate(self, ticket: int, make: MakeGroup, void: VoidGroup) -> Group:
+        return await make(None)
+
+    def ticket(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def set_starved(self, is_starved: bool) -> None: ...
+
+    async def filter_group(self, group: Group) -> Group:
+        return group
+
+
+def policy_of(
+    config: GenerationSection, groups_per_step: int, group_size: int, *, mask_truncated: bool
+) -> GenerationPolicy:
+    """Return the policy of a run. Raises ConfigError if no package brings what it asks for.
 
     Args:
         group_size: number of episodes in a group.
         mask_truncated: truncated episodes are outside the loss, so filters do not look at them.
     """
-
-    def __init__(
-        self,
-        config: GenerationSection | None = None,
-        groups_per_step: int = 1,
-        group_size: int = 1,
-        *,
-        mask_truncated: bool = False,
-    ) -> None:
-        config = config or GenerationSection()
-        self._filters: tuple[GroupFilter, ...] = group_filters(config.filters, mask_truncated)
-        self._selection = selection(config, groups_per_step, mask_truncated)
-        self._compared = Cohort[Group](self._selection.n) if self._selection else None
-        n_round = round_size(config, groups_per_step)
-        self._rounds = Rounds(n_round, group_size) if config.mode == "turn_synchronous" else None
-        self._stragglers = Stragglers(config.straggler, groups_per_step) if config.straggler else None
-        rounds = self._rounds.cohort if self._rounds else None
-        self._cohorts = [cohort for cohort in (self._compared, rounds) if cohort is not None]
-
-    async def generate(self, ticket: int, make: MakeGroup, void: Callable[[str], Awaitable[Group]]) -> Group:
-        """Generate a group once the policy lets it start.
-
-        Args:
-            void: returns the group of a straggler, for a reason.
-        """
-        if self._rounds is None:
-            return await self._timed(ticket, lambda: make(None), void)
-        async with self._rounds.joined(ticket) as barrier:
-            return await self._timed(ticket, lambda: make(barrier), void)
-
-    async def _timed(
-        self, ticket: int, make: Callable[[], Awaitable[Group]], void: Callable[[str], Awaitable[Group]]
-    ) -> Group:
-        return await (make() if self._stragglers is None else self._stragglers.run(ticket, make, void))
-
-    @contextmanager
-    def ticket(self) -> Iterator[None]:
-        """Count a ticket as undecided."""
-        with self._compared.ticket() if self._compared else nullcontext():
-            yield
-
-    def set_starved(self, is_starved: bool) -> None:
-        """Record whether no ticket is available: groups then stop waiting for more of them."""
-        for cohort in self._cohorts:
-            cohort.set_starved(is_starved)
-
-    @property
-    def has_waiting(self) -> bool:
-        """True if groups wait for others."""
-        return any(cohort.n_waiting for cohort in self._cohorts)
-
-    async def filter_group(self, group: Group) -> Group:
-        """Return the group, or a rejected one."""
-        if group.failure is not None:
-            return group
-        for one in self._filters:
-            if (why := await asyncio.to_thread(one.why, group)) is not None:
-                return rejected(group, one.rule, why)
-        if self._selection is not None and self._compared is not None:
-            among = await self._compared.join(group)
-            if (why := self._selection.why(group, among)) is not None:
-                return rejected(group, "rollout_filter_ratio", why)
-        return group
-
-
-def rejected(group: Group, rule: FilterRule, why: str) -> Group:
-    """Return the empty group that is sent instead of a rejected one."""
-    return Group(group.ticket, group.env, group.task, (), failure=why, rule=rule)
+    if config.mode == "asynchronous" and config.straggler is None and config.filters == GenerationFilters():
+        return EveryGroup()
+    made = packages.part("generation_policy")
+    return made(config, groups_per_step, group_size, mask_truncated=mask_truncated)

@@ -11,7 +11,6 @@ from typing import Protocol
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.leases import LeaseQueue, Leases
 from services.orchestrator.schedule.policy import GenerationPolicy
-from services.orchestrator.schedule.rounds import RoundAdmission
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable
@@ -74,6 +73,43 @@ class Admission:
             return VersionBounds(min_step=reservation.version)
         trained_at = max(reservation.version, (reservation.ticket - void - 1) // self.batch)
         return VersionBounds(min_step=max(0, min(reservation.version, trained_at - self.max_staleness)))
+
+
+class RoundAdmission:
+    """Opens rounds of `n` groups, of which a filter keeps the `batch` groups of one step.
+
+    A round opens when no group is being made and the trainer has too few for its next step, so its tokens are sampled
+    by the weights that the step changes.
+    """
+
+    def __init__(self, n: int, batch: int) -> None:
+        self._n, self._batch = n, batch
+        self._left, self._step, self._missing = 0, 0, 0
+
+    @property
+    def is_open(self) -> bool:
+        """True if tickets of the present round are still to be reserved."""
+        return self._left > 0
+
+    def open(self, state: QueueState) -> bool:
+        """Open a round, if the trainer needs one. Leased tickets will be issued again: this process holds none."""
+        self._step = state.version + 1
+        self._missing = self._step * self._batch - (state.issued - state.void - state.leased)
+        self._left = self._n if self._missing > 0 else 0
+        return self.is_open
+
+    def reserved(self, *, is_first: bool) -> None:
+        """Count a ticket.
+
+        Args:
+            is_first: the queue refused a ticket before it, so the groups before it went ahead as a round.
+        """
+        self._left = self._n - 1 if is_first else max(0, self._left - 1)
+
+    def surplus(self, total: int) -> int:
+        """Return how many groups may be reserved beyond `total` of the run, because the filter will reject them."""
+        is_whole = self._missing >= self._batch and self._step * self._batch <= total
+        return self._n - self._batch if is_whole else 0
 
 
 class Reservations:

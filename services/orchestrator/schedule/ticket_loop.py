@@ -22,7 +22,7 @@ from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.schedule.failure_monitor import EnvironmentSuspender, FailureMonitor, OnlyEnvironment
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.leases import Leases
-from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.policy import EveryGroup, GenerationPolicy
 from services.orchestrator.schedule.reservations import Admission, ReservationQueue, Reservations, pause
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
@@ -71,7 +71,7 @@ class TicketLoop:
         partials: PartialRollouts | None = None,
     ) -> None:
         self._queue, self._status, self._terms = queue, status, terms
-        self._run_group, self._policy = run_group, policy or GenerationPolicy()
+        self._run_group, self._policy = run_group, policy or EveryGroup()
         self._failures = FailureMonitor(status, mixture or OnlyEnvironment())
         self._partials = partials or PartialRollouts(None)
         self._leases = Leases(queue, terms.lease_s)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 
-class TurnBarrier:
-    """Holds each of `n_episodes` before a turn until all that still run have reached their next turn.
+class EpisodeBarrier:
+    """`TurnBarrier` of `n_episodes`, which holds each until all that still run have reached their next turn.
 
     An episode that ends is no longer waited for. One that repeats a failed attempt also waits before each repeated
     turn.

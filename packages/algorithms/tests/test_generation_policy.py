@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.policy import GenerationPolicy, Selection
 from services.orchestrator.schedule.reservations import Admission
-from services.orchestrator.schedule.stragglers import Stragglers
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.status import RunStatus
 from shared.generation_schema import (
@@ -29,8 +27,10 @@ from shared.types import Group, Trajectory, Turn, VersionSpan
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.orchestrator.test_ticket_loop import run_until
 from tests.support.virtual_time import virtual_time
+from volley_algorithms.generation.policy import ConfiguredPolicy, Selection
+from volley_algorithms.generation.stragglers import Stragglers
 
-GRL_SCORES = json.loads((Path(__file__).parents[1] / "fixtures/grl/scores.json").read_text(encoding="utf-8"))
+GRL_SCORES = json.loads((Path(__file__).parents[3] / "tests/fixtures/grl/scores.json").read_text(encoding="utf-8"))
 TERMS = Admission(batch=4, max_staleness=3, total=100, lease_s=60, patience_s=5.0)
 EPISODE = Trajectory(
     ticket=1,
@@ -71,7 +71,7 @@ def rewarded(ticket, rewards):
     ],
 )
 async def test_a_filter_sends_the_group_or_its_rule(config, made, rule):
-    policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(**config)))
+    policy = ConfiguredPolicy(GenerationSection(filters=GenerationFilters(**config)))
     sent = Group.decode((await policy.filter_group(made)).encode())
     assert (sent.rule, bool(sent.trajectories), sent.ticket) == (rule, rule is None, made.ticket)
 
@@ -90,7 +90,7 @@ async def test_filters_look_at_the_episodes_in_the_loss(config):
     )
     made = replace(made, trajectories=(*made.trajectories[:3], cut))
     for mask_truncated in (False, True):
-        policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(**config)), mask_truncated=mask_truncated)
+        policy = ConfiguredPolicy(GenerationSection(filters=GenerationFilters(**config)), mask_truncated=mask_truncated)
         assert ((await policy.filter_group(made)).rule is not None) is mask_truncated
         none_left = replace(made, trajectories=(cut,))
         assert not mask_truncated or (await policy.filter_group(none_left)).rule is not None
@@ -119,7 +119,7 @@ def test_the_selection_keeps_exactly_the_groups_with_the_largest_or_smallest_dev
 def loop_of(queue, generation, run, n_groups=16):
     gate = ReservationGate()
     gate.release(ReservationGate.START)
-    policy = GenerationPolicy(generation, TERMS.batch)
+    policy = ConfiguredPolicy(generation, TERMS.batch)
     return TicketLoop(queue, gate, RunStatus(), TERMS, n_groups=n_groups, run_group=run, policy=policy)
 
 

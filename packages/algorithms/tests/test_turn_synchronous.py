@@ -6,11 +6,8 @@ from dataclasses import replace
 import pytest
 
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.policy import GenerationPolicy
-from services.orchestrator.schedule.reservations import Admission
-from services.orchestrator.schedule.rounds import RoundAdmission
+from services.orchestrator.schedule.reservations import Admission, RoundAdmission
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
@@ -21,6 +18,8 @@ from shared.queue.records import QueueState
 from shared.types import Group
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.orchestrator.test_ticket_loop import run_until
+from volley_algorithms.generation.lockstep import EpisodeBarrier
+from volley_algorithms.generation.policy import ConfiguredPolicy
 
 TERMS = Admission(batch=3, max_staleness=0, total=100, lease_s=60, patience_s=5.0)
 SYNCHRONOUS = GenerationSection(mode="turn_synchronous")
@@ -45,7 +44,7 @@ class UnequalEnv(ScriptedEnv):
 def loop_of(queue, env, engine, generation=SYNCHRONOUS, n_groups=3):
     gate, dispatcher = ReservationGate(), dispatcher_of(env, balancer_of(engine))
     gate.release(ReservationGate.START)
-    policy = GenerationPolicy(generation, TERMS.batch, 2)
+    policy = ConfiguredPolicy(generation, TERMS.batch, 2)
 
     async def run(ticket, need):
         return await policy.generate(
@@ -93,7 +92,7 @@ async def test_a_round_is_as_large_as_the_tickets_that_can_be_had():
 
 
 async def test_a_cancelled_episode_is_not_waited_for():
-    barrier, passed = TurnBarrier(3), []
+    barrier, passed = EpisodeBarrier(3), []
 
     async def one(name):
         try:
@@ -123,7 +122,7 @@ def filtering_loop(queue, rounds, engine):
     terms = Admission(batch=1, max_staleness=3, total=5, lease_s=60, patience_s=5.0, round=4)
     gate, dispatcher = ReservationGate(), dispatcher_of(UnequalEnv(), balancer_of(engine))
     gate.release(ReservationGate.START)
-    policy = GenerationPolicy(FILTERED, 1, 2)
+    policy = ConfiguredPolicy(FILTERED, 1, 2)
 
     async def run(ticket, need):
         rounds.append((ticket, need.min_step, queue.version))
