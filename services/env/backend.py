@@ -7,7 +7,6 @@ others but not fail them.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeGuard, runtime_checkab
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task
+from services.env.episode_types import Demonstration, Info, Message, StepResult
 from shared.errors import InputError, VolleyError
 from shared.process import telemetry
 
@@ -235,68 +234,3 @@ async def demonstrations(backend: EnvironmentBackend, split: str, indices: Seque
     if errors:
         raise errors[0]
     return [found[place] for place in range(len(indices))]
-
-
-class KnownSplits:
-    """Mixin for a backend with known numbers of tasks, `splits_of`.
-
-    A subclass sets `name` and `splits_of`.
-    """
-
-    name: str
-    splits_of: Mapping[str, int]
-
-    async def splits(self) -> tuple[str, ...]:
-        return tuple(self.splits_of)
-
-    async def num_tasks(self, split: str) -> int:
-        check_task(self.name, self.splits_of, split, 0)
-        return self.splits_of[split]
-
-
-class EnvironmentDescription(Protocol):
-    """A submitted environment's description of itself. `entry` is the class in its file, None if it is not a file."""
-
-    @property
-    def protocol(self) -> str: ...
-
-    @property
-    def entry(self) -> str | None: ...
-
-    @property
-    def splits(self) -> Mapping[str, int]: ...
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def has_demonstration(self) -> bool: ...
-
-    @property
-    def agent(self) -> AgentSpec | None:
-        """How its episodes are played, if an agent plays them."""
-        ...
-
-
-class SubmittedBackend(EnvironmentBackend, Protocol):
-    """Backend of a submission, validated before it is used.
-
-    `splits_of` is the number of tasks of each split. `is_remote`: its episodes run on a server elsewhere and may not be
-    reproducible. `log`: the newest lines that it printed, and the failures of its episodes.
-    """
-
-    @property
-    def splits_of(self) -> Mapping[str, int]: ...
-
-    @property
-    def has_demonstration(self) -> bool: ...
-
-    @property
-    def is_remote(self) -> bool: ...
-
-    @property
-    def log(self) -> deque[str]: ...
-
-    async def describe(self) -> EnvironmentDescription:
-        """Raises VolleyError if it cannot be used."""
-        ...

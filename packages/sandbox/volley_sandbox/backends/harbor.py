@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.env.backend import KnownSplits, call_seconds
+from services.env.backend import call_seconds
 from services.env.episode_types import (
     MAX_REWARD,
     Demonstration,
@@ -36,6 +36,7 @@ from services.env.episode_types import (
 )
 from shared.errors import Conflict, InputError, NotFound, SandboxFailed
 from shared.text import well_formed
+from volley_sandbox.backends.submitted import KnownSplits
 from volley_sandbox.harbor.containers import Agent, Containers
 from volley_sandbox.harbor.tasks import HarborTask
 from volley_sandbox.sandbox.repeated_call import RepeatedCall, wait_for_answer

@@ -14,9 +14,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from services.env.backend import CALL_SECONDS, Call, KnownSplits, LiveEpisode
+from services.env.backend import CALL_SECONDS, Call, LiveEpisode
 from services.env.episode_types import Demonstration, Message, StepResult, check_task
 from shared.errors import NotFound, SandboxFailed, VolleyError
+from volley_sandbox.backends.submitted import KnownSplits
 from volley_sandbox.sandbox import answers
 from volley_sandbox.sandbox.limits import EnvironmentProgram, SandboxLimits
 from volley_sandbox.sandbox.sandbox import Sandbox

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from services.env.backend import LiveEpisode, SeatedEpisode, SubmittedBackend
+from services.env.backend import LiveEpisode, SeatedEpisode
 from services.env.episode_types import Demonstration, Message, StepResult, assistant
 from shared.errors import Busy, VolleyError
 from shared.text import well_formed
+from volley_sandbox.backends.submitted import SubmittedBackend
 from volley_sandbox.players.section import PlayersSection, SeatPlayer
 from volley_sandbox.rewards.judge import completion
 from volley_sandbox.rewards.servers import Answer, AskedServer, Question

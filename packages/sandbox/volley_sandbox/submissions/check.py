@@ -16,11 +16,11 @@ import tempfile
 from collections import deque
 from pathlib import Path
 
-from services.env.backend import EnvironmentDescription, SubmittedBackend
 from shared.errors import VolleyError
 from shared.services_schema import EnvEndpoint
 from shared.visible import visible
 from volley_sandbox.backends.sandboxed import LOG_LINES
+from volley_sandbox.backends.submitted import EnvironmentDescription, SubmittedBackend
 from volley_sandbox.harbor.containers import Containers, HarborSettings
 from volley_sandbox.sandbox.limits import SandboxLimits
 from volley_sandbox.sandbox.packages.dependencies import PYPI

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.env.backend import SubmittedBackend
 from shared.errors import Unavailable, VolleyError
 from shared.hints import missing_package
+from volley_sandbox.backends.submitted import SubmittedBackend
 from volley_sandbox.submissions.record import Check, Report
 
 SEED_HINT = "draw what is random from random.Random(...) seeded by split, index and seed; no clocks, no global state"

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from services.env.backend import SubmittedBackend
 from services.env.catalogue import Catalogue, CatalogueEntry
 from services.env.episode_slots import EpisodeCall
 from shared.errors import InputError, VolleyError
@@ -22,6 +21,7 @@ from volley_sandbox.backends.harbor import HARBOR, HarborBackend, read_config
 from volley_sandbox.backends.remote.protocols import RemoteEnvironment, open_remote
 from volley_sandbox.backends.remote.site import RemoteAccess
 from volley_sandbox.backends.sandboxed import LOG_LINES, SandboxedBackend
+from volley_sandbox.backends.submitted import SubmittedBackend
 from volley_sandbox.players.backend import WithPlayers
 from volley_sandbox.sandbox.limits import SandboxLimits
 from volley_sandbox.sandbox.sandboxes import Sandboxes

@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.env.backend import EnvironmentDescription
 from services.env.catalogue import check_name
 from shared.errors import Forbidden, InputError, TooLarge
 from volley_sandbox.backends.remote.protocols import RemoteEnvironment, checked
+from volley_sandbox.backends.submitted import EnvironmentDescription
 from volley_sandbox.sandbox.sandboxes import Sandboxes
 from volley_sandbox.submissions.record import SubmittedVersion, Transition
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from services.env.backend import EnvironmentDescription, SubmittedBackend
 from services.env.catalogue import Catalogue
 from services.env.episode_slots import EpisodeCall
 from shared.errors import Conflict, InputError, NotFound, StorageUnavailable, Unavailable
 from shared.process import telemetry
+from volley_sandbox.backends.submitted import EnvironmentDescription, SubmittedBackend
 from volley_sandbox.sandbox.sandboxes import Sandboxes
 from volley_sandbox.submissions.offers import Offers
 from volley_sandbox.submissions.programs import AgentPrograms

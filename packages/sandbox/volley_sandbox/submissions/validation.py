@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.env.backend import EnvironmentDescription, LiveEpisode, SubmittedBackend, is_restorable, restore
+from services.env.backend import LiveEpisode, is_restorable, restore
 from services.env.episode_types import EVAL, TRAIN, Message, StepResult, assistant, fingerprint, user
 from shared.errors import VolleyError
 from volley_sandbox.agents.backend import START_S, AgentBackend
 from volley_sandbox.backends.harbor import HarborBackend
+from volley_sandbox.backends.submitted import EnvironmentDescription, SubmittedBackend
 from volley_sandbox.submissions.agent_checks import check_agent, openings_of
 from volley_sandbox.submissions.container_checks import CONTAINERS_S, check_containers
 from volley_sandbox.submissions.findings import Failed, Findings, gathered, raise_if_ours, spread

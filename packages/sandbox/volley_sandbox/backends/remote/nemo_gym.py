@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backend import KnownSplits, call_seconds
+from services.env.backend import call_seconds
 from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
 from shared import codec
 from shared.bounds import MAX_OBJECTS, shortened
@@ -42,6 +42,7 @@ from volley_sandbox.backends.remote.nemo_gym_rows import (
 )
 from volley_sandbox.backends.remote.paths import at_path
 from volley_sandbox.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
+from volley_sandbox.backends.submitted import KnownSplits
 from volley_serving.dialects.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 
 MAX_CALLS = 32

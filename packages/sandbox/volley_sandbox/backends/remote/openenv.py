@@ -26,7 +26,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from services.env.backend import CALL_SECONDS, Call, KnownSplits
+from services.env.backend import CALL_SECONDS, Call
 from services.env.environments.tagged_answers import tagged_answer
 from services.env.episode_types import (
     EVAL,
@@ -48,6 +48,7 @@ from shared.types import MAX_MESSAGE
 from volley_sandbox.backends.remote import address as addresses
 from volley_sandbox.backends.remote.paths import at_path
 from volley_sandbox.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
+from volley_sandbox.backends.submitted import KnownSplits
 
 MAX_FRAME = 4 * 2**20
 """Bytes of one answer."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.env.backend import SubmittedBackend
 from shared.errors import InputError, TooLarge
 from shared.web.http import validated
 from volley_sandbox.backends.remote.address import read_address
 from volley_sandbox.backends.remote.site import RemoteAccess, RemoteContext
+from volley_sandbox.backends.submitted import SubmittedBackend
 
 MAX_TASKS_BYTES = 4 * 2**20
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backend import KnownSplits
 from services.env.episode_types import Demonstration, Message, StepResult, check_task
 from shared.clients.env import EnvClient
 from shared.errors import Busy, DecodeError, InputError, NotFound, RateLimited, SandboxFailed, Unavailable
 from volley_sandbox.backends.remote.address import checked_socket
 from volley_sandbox.backends.remote.site import RemoteContext, RemoteDescription, RemoteSite
+from volley_sandbox.backends.submitted import KnownSplits
 from volley_sandbox.sandbox import answers
 
 
