@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.rollout import metrics
+from services.rollout.engines.base import Engine
 from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import check_bytes, examine
+from services.rollout.weights.serving import StagedUpdate
 from shared.errors import Forbidden, Unavailable, WeightsError
 from shared.files.addresses import is_address
 from shared.files.reading import confined
@@ -33,11 +38,12 @@ class CheckpointBucket:
         shutil.rmtree(scratch, ignore_errors=True)
 
     @asynccontextmanager
-    async def opened(self, address: str) -> AsyncIterator[CheckpointCopy]:
+    async def opened(self, address: str, model: ModelConfig, run: str) -> AsyncIterator[WeightsInBucket]:
         """Open a version by its address or its manifest's, below the bucket's; only its manifest is copied so far.
 
         Raises Forbidden for any other address, NotFound, WeightsError, Unavailable and StorageFull.
         """
+        start = time.perf_counter()
         below = (
             address.rstrip("/").removesuffix(f"/{checkpoint_files.MANIFEST}").removeprefix(f"{self._bucket.address}/")
         )
@@ -46,7 +52,7 @@ class CheckpointBucket:
         copy = CheckpointCopy(self._bucket, below, self._scratch / secrets.token_hex(8))
         try:
             await asyncio.to_thread(copy.begin)
-            yield copy
+            yield WeightsInBucket(copy, await asyncio.to_thread(copy.examine, model, run), start)
         finally:
             await asyncio.to_thread(copy.remove)
 
@@ -113,3 +119,21 @@ class CheckpointCopy:
     def _check(self) -> None:
         if not self._is_wanted:
             raise Unavailable(f"nobody waits for {self.folder.name} any more")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInBucket:
+    """Version in the run's bucket; `started` is the time of `perf_counter` before it was opened."""
+
+    copy: CheckpointCopy
+    found: StagedWeights
+    started: float
+    run_id: None = None
+
+    async def load(self, engine: Engine) -> StagedUpdate:
+        n_bytes = await asyncio.to_thread(self.copy.fetch, self.found)
+        metrics.PULLED.inc(n_bytes)
+        pulled = {"pull_s": time.perf_counter() - self.started, "pulled_bytes": n_bytes}
+        staged = StagedUpdate.of(self.found, None, await engine.stage(self.found))
+        await asyncio.to_thread(self.copy.check_unchanged)
+        return replace(staged, timings={**pulled, **staged.timings})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
-from services.rollout import metrics
 from services.rollout.engines.base import Engine
 from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine, examine_published
@@ -68,46 +66,15 @@ class WeightsInFolder:
         return StagedUpdate.of(self.found, self.path, loaded)
 
 
-class VersionCopy(Protocol):
-    """Copy of one version from the run's bucket; at first only the manifest is local. Every method blocks."""
-
-    def examine(self, model: ModelConfig, run: str) -> StagedWeights:
-        """Read what to stage. Raises WeightsError, Forbidden."""
-        ...
-
-    def fetch(self, found: StagedWeights) -> int:
-        """Copy the files; return their size in bytes. Raises Unavailable, WeightsError, Forbidden, StorageFull."""
-        ...
-
-    def check_unchanged(self) -> None:
-        """Raise WeightsError if the version has changed since it was opened."""
-        ...
-
-
 class VersionStore(Protocol):
     """Versions of the run at addresses of a bucket, provided by a package (part `bucket.versions`)."""
 
-    def opened(self, address: str) -> AbstractAsyncContextManager[VersionCopy]:
-        """Open a version. Raises Forbidden, NotFound, WeightsError, Unavailable and StorageFull."""
+    def opened(self, address: str, model: ModelConfig, run: str) -> AbstractAsyncContextManager[OpenedWeights]:
+        """Open a version of this model and run, whose files are copied when it is loaded.
+
+        Raises Forbidden, NotFound, WeightsError, Unavailable and StorageFull.
+        """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsInBucket:
-    """Version in the run's bucket; `started` is the time of `perf_counter` before it was opened."""
-
-    copy: VersionCopy
-    found: StagedWeights
-    started: float
-    run_id: None = None
-
-    async def load(self, engine: Engine) -> StagedUpdate:
-        n_bytes = await asyncio.to_thread(self.copy.fetch, self.found)
-        metrics.PULLED.inc(n_bytes)
-        pulled = {"pull_s": time.perf_counter() - self.started, "pulled_bytes": n_bytes}
-        staged = StagedUpdate.of(self.found, None, await engine.stage(self.found))
-        await asyncio.to_thread(self.copy.check_unchanged)
-        return replace(staged, timings={**pulled, **staged.timings})
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +160,8 @@ class WeightSources:
         elif self.bucket is None:
             raise Forbidden(f"{wanted[:200]}: this run has no bucket", "set run.bucket")
         else:
-            start = time.perf_counter()
-            async with self.bucket.opened(wanted) as copy:
-                found = await asyncio.to_thread(copy.examine, self.model, self.run)
-                yield WeightsInBucket(copy, found, start), announced
+            async with self.bucket.opened(wanted, self.model, self.run) as copied:
+                yield copied, announced
 
     def newest_in_folder(self) -> WeightVersion | None:
         """Return the newest version in the run's folder."""
