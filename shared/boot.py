@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import errno
-import importlib
 import importlib.util
 import os
 import signal
@@ -26,6 +25,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -66,14 +66,14 @@ type OpenService = Callable[[RunConfig], AbstractAsyncContextManager[RunningServ
 
 
 def main(
-    name: str, *, requires: str | None = None, open_service: OpenService | None = None, entry: str = "open_service"
+    name: str, *, requires: str | None = None, open_service: OpenService | None = None, entry: str | None = None
 ) -> None:
     """Entry point of `python -m services.NAME`; the section `services.NAME` holds its address.
 
     Args:
         requires: a library that the service's child processes import; its absence is reported here.
         open_service: replaces `services.NAME.app`, whose import waits until the configuration is parsed.
-        entry: the function of `services.NAME.app` that opens the service.
+        entry: the function that opens the service, as MODULE:NAME, by default `services.NAME.app:open_service`.
     """
     restart_in_utf8()
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
@@ -100,13 +100,13 @@ def main(
     raise SystemExit(code)
 
 
-def _load(name: str, requires: str | None, entry: str) -> OpenService:
+def _load(name: str, requires: str | None, entry: str | None) -> OpenService:
     """Import the service. Raises ConfigError if its libraries are not installed."""
     try:
         if requires is not None and importlib.util.find_spec(requires) is None:
             raise ModuleNotFoundError(name=requires)
         with uncollected():
-            return getattr(importlib.import_module(f"{SERVICES[name].module}.app"), entry)
+            return resolve_name(entry or f"{SERVICES[name].module}.app:open_service")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"services.{name} needs {error.name}, which this Python does not have",

@@ -16,7 +16,7 @@ from services.rollout.api import generate, routes
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine
 from services.rollout.engines.kinds import OpenEngine, opener
-from services.rollout.settings import RolloutSettings, from_config, standalone
+from services.rollout.settings import RolloutSettings, from_config
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import NothingServes, Serving, ServingState, StagedUpdate
@@ -48,13 +48,6 @@ _log = Log("rollout")
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Open the service of a run. Raises ConfigError, or EngineDied with the engine's reason."""
     async with open_rollout(from_config(config)) as service:
-        yield service
-
-
-@asynccontextmanager
-async def open_standalone(config: RunConfig) -> AsyncIterator[RunningService]:
-    """Open a server that belongs to no run (`settings.standalone`). Raises as `open_service`, or WeightsError."""
-    async with open_rollout(standalone(config)) as service:
         yield service
 
 

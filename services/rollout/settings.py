@@ -5,21 +5,18 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.engines.base import EngineServer, EngineSpec
 from services.rollout.engines.staged import CommitMode
 from shared.engines import DeclaredEngine
 from shared.errors import ConfigError
-from shared.models import origin
 from shared.models.adapter import is_adapter
 from shared.models.config import ModelConfig
 from shared.models.content import with_content
-from shared.models.hub import kept_in, model_folder
+from shared.models.hub import model_folder
 from shared.models.parameters import parameters
-from shared.run import checkpoint_files
-from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.services_schema import Limits, TokenFiles
@@ -106,39 +103,11 @@ def from_config(config: RunConfig) -> RolloutSettings:
     )
 
 
-def standalone(config: RunConfig) -> RolloutSettings:
-    """Settings of a server that belongs to no run: it serves `model.path`, and loads other weights only by REST.
-
-    Raises ConfigError.
-    """
-    settings = from_config(config)
-    found = origin.find(config.model.path, kept_in(config.run.folder))
-    hub_id = not Path(config.model.path).is_dir()
-    adapters = {} if found is None else _adapters_of(checkpoint_files.read_manifest(found.checkpoint))
-    return replace(
-        settings,
-        engine=replace(settings.engine, load_weights=found is None, adapters=adapters),
-        weights_root=config.rollout.weights_root and config.rollout.weights_root.absolute(),
-        run=found.run if found else settings.run,
-        redis_url=None,
-        pulled=None,
-        trainer_url=None,
-        bucket=None,
-        model_name=f"{found.run}@{found.version}" if found else config.model.path if hub_id else "",
-        first=Path(found.checkpoint) if found else None,
-        follows=False,
-    )
-
-
 def _adapters(config: RunConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the adapters that the run trains, by name."""
     lora = config.trainer.lora
     found = {} if lora is None else parameters(model, lora.rank, lora.target_modules)
     return {name: one.shape for name, one in found.items() if is_adapter(name)}
-
-
-def _adapters_of(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    return {leaf.key: leaf.shape for leaf in manifest.tree if is_adapter(leaf.key)}
 
 
 def _engine_server(config: RunConfig) -> EngineServer | None:

@@ -20,7 +20,6 @@ from services.env.settings import from_config
 from services.orchestrator.episodes.budget import TokenBudget
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.settings import standalone
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.models.config import ModelConfig
@@ -34,6 +33,7 @@ from tests.support.foreign import environment
 from tests.support.tokenizer import FOLDER
 from volley_serving import serve
 from volley_serving.serve import ServeOptions
+from volley_serving.server import standalone
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 BRIDGE = Path("bridges/agents").absolute()

@@ -43,7 +43,7 @@ from volley.runs.record import secret
 from volley_launch.accelerators import check_device
 from volley_launch.scratch import scratch_folder
 
-_NAME, _MODULE = "serve", "services.rollout.standalone"
+_NAME, _MODULE = "serve", "volley_serving.standalone"
 LONGEST_CONTEXT = 8192
 """Default limit of the context, in tokens, for models that were trained on longer ones."""
 _NO_WEIGHTS = "name a folder with weights as safetensors; `volley model get HUB_ID` downloads one"

@@ -165,7 +165,7 @@ def _key(options: TinkerOptions, folder: RunFolder) -> str:
 async def _serve(prepared: TinkerServer) -> None:
     """Run both services until a signal. Raises Stopped, VolleyError, or a group of them."""
     services, engine = prepared.loaded.config.services, prepared.loaded.config.rollout.engine
-    modules = {"rollout": "services.rollout.standalone", "trainer": "volley_tinker.server"}
+    modules = {"rollout": "volley_serving.standalone", "trainer": "volley_tinker.server"}
     members = [
         SupervisedProcess(
             ProcessSpec(

@@ -19,7 +19,6 @@ import pytest
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app, open_rollout
 from services.rollout.engines.base import EngineSpec
-from services.rollout.settings import standalone
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared import config
@@ -34,6 +33,7 @@ from tests.support.tokenizer import FOLDER
 from volley.__main__ import parse_arguments
 from volley_serving import serve
 from volley_serving.serve import ServeOptions
+from volley_serving.server import standalone
 
 VERSION = "e000001-s000003"
 
