@@ -27,6 +27,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
                       `curriculum` → `(CurriculumConfig, EnvironmentTallies, names) -> Curriculum`
                       (services.orchestrator.mixture.mixture),
+                      `adaptive_concurrency` → `(Slots, least) -> object` with the method `observe` of
+                      `services.orchestrator.servers.fleet.Observe`,
                       `generation_policy` → `(GenerationSection, groups per step, group size, mask_truncated) ->
                       GenerationPolicy` (services.orchestrator.schedule.policy),
                       `teachers` → `(RunConfig) -> OpenTeachers` (services.orchestrator.episodes.teaching),
@@ -71,7 +73,10 @@ OWNERS: Mapping[str, str] = {
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
     **dict.fromkeys(("own", "rae", "reinforce_plus_plus", "rule_checks", "sao", "sapo"), "volley-rl-algorithms"),
-    **dict.fromkeys(("curriculum", "generation_policy", "teachers", "teachers.check"), "volley-rl-algorithms"),
+    **dict.fromkeys(
+        ("adaptive_concurrency", "curriculum", "generation_policy", "teachers", "teachers.check"),
+        "volley-rl-algorithms",
+    ),
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",

@@ -23,13 +23,13 @@ from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.schedule.policy import policy_of
 from services.orchestrator.servers.balancer import Balancer
-from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.fleet import GIVE_UP_S, Discover, DiscoveredServer, Fleet
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
 from services.orchestrator.store import RecordStore
 from services.orchestrator.tallies import EnvironmentTallies
+from shared import packages
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
@@ -145,7 +145,7 @@ def _fleet(
         balancer,
         _discover(registry, settings.rollout_urls),
         lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file, routing=routing),
-        AdaptiveConcurrency(slots, settings.group_size).observe if is_adaptive else None,
+        packages.part("adaptive_concurrency")(slots, settings.group_size).observe if is_adaptive else None,
         GIVE_UP_S + settings.limits.grace_s,
     )
 

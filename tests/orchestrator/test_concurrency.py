@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.fleet import DiscoveredServer, Fleet
 from services.orchestrator.servers.slots import Slots
 from shared.clients.rollout import EngineLoad, RolloutClient
 from shared.errors import DecodeError, ServiceUnreachable
 from tests.orchestrator.fakes import ScriptedEngine, balancer_of
+from volley_algorithms.generation.concurrency import AdaptiveConcurrency
 
 
 async def start(slots, purposes):

@@ -22,7 +22,6 @@ from services.orchestrator.schedule.policy import policy_of
 from services.orchestrator.schedule.reservations import Admission
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
-from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.generation_schema import GenerationSection, round_size, started_ahead
@@ -37,6 +36,7 @@ from tools.bench.simulation import (
     balancer_of,
     simulate,
 )
+from volley_algorithms.generation.concurrency import AdaptiveConcurrency
 
 _MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 _SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
