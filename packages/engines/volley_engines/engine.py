@@ -143,8 +143,8 @@ class HttpEngine:
             if not wanted:
                 raise Conflict(f"{weights.version} is not wanted any more")
 
-        from services.rollout.engines.arrays.opening import BaseCache  # it needs the environment `rollout`
         from volley_engines import model_folder
+        from volley_engines.merging import BaseCache  # it needs the environment `rollout`
 
         self._bases = self._bases or BaseCache()
         arrival = Arrival(still, is_complete=arriving is None)

@@ -17,7 +17,7 @@ import orjson
 from safetensors.numpy import save_file
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.arrays.opening import BaseCache, bound_files, bound_leaves, open_merged
+from services.rollout.engines.arrays.opening import bound_files, bound_leaves
 from services.rollout.engines.arrays.restore import CheckpointLeaf
 from services.rollout.engines.staged import StagedWeights
 from shared.errors import WeightsError
@@ -25,6 +25,7 @@ from shared.files.storage import check_room, storage
 from shared.models.config import ModelConfig
 from shared.models.names import is_leaf, to_files
 from shared.models.weight_files import INDEX, WEIGHTS
+from volley_engines.merging import BaseCache, open_merged
 
 SHARD_BYTES = 2 * 2**30
 """A shard is written once its tensors have this many bytes; host memory holds one shard at a time."""

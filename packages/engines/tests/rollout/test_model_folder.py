@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.arrays.opening import BaseCache
 from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine
 from shared.errors import WeightsError
@@ -20,6 +19,7 @@ from shared.models.weight_files import INDEX
 from shared.run.checkpoint_files import Adapter
 from tests.support import models
 from volley_engines import model_folder
+from volley_engines.merging import BaseCache
 
 V1, V2 = "e000001-s000001", "e000001-s000002"
 DENSE = models.tiny_config(num_hidden_layers=2, hidden_size=16, intermediate_size=16, vocab_size=32)

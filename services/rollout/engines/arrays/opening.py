@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
 from services.rollout.engines.staged import StagedBase, StagedWeights
 from shared.errors import WeightsError
-from shared.models import adapter
 from shared.published.chunks import reads
 from shared.published.manifest import Chunk, WeightTree
 from shared.published.order import by_arrival
@@ -22,27 +20,6 @@ from shared.run.checkpoint_files import PARAMS, ManifestFile, ManifestLeaf
 
 _MOST_BYTES, _BESIDE_BYTES = 5, 2**26
 """A number of a checkpoint has four bytes at most, and folders and padding take some."""
-
-
-class BaseCache:
-    """Base of the adapters that were loaded last, kept in host memory so that it is read once."""
-
-    def __init__(self) -> None:
-        self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
-
-    def arrays(self, weights: StagedWeights, arrival: Arrival) -> Mapping[str, np.ndarray]:
-        """Return the arrays of the adapters' base by the trainer's names; without a base, none, and the cache is
-        emptied.
-
-        Raises as `open_arrays`.
-        """
-        held, base = self._held, weights.base
-        if base is None or held[0] != base.digest:
-            held = self._held = ("", {})
-        if base is not None and held[0] != base.digest:
-            with open_base(weights, base, arrival) as found:
-                held = self._held = base.digest, {name: np.array(leaf.read()) for name, leaf in found.items()}
-        return held[1]
 
 
 @contextmanager
@@ -64,17 +41,6 @@ def open_base(weights: StagedWeights, base: StagedBase, arrival: Arrival) -> Ite
     """Open the arrays of the base of adapters. Raises as `open_arrays`."""
     with _files(weights, Path(base.folder), PARAMS, base, f"base {base.digest}", arrival) as found:
         yield found
-
-
-@contextmanager
-def open_merged(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> Iterator[Mapping[str, CheckpointLeaf]]:
-    """Open whole weights; adapters are merged into the base that `bases` keeps, in its dtype.
-
-    Raises as `open_arrays`.
-    """
-    base = bases.arrays(weights, arrival)
-    with open_arrays(weights, arrival) as found:
-        yield _merged(base, found, weights.base.scale) if weights.base else found
 
 
 @contextmanager
@@ -100,29 +66,6 @@ def _chunked(
         tree.leaves if seed is None else by_arrival(tree, seed),
     )
     return {leaf.key: CheckpointLeaf(leaf.shape, np.dtype(leaf.dtype), arrays[leaf.key]) for leaf in leaves}
-
-
-def _merged(
-    base: Mapping[str, np.ndarray], found: Mapping[str, CheckpointLeaf], scale: float
-) -> Mapping[str, CheckpointLeaf]:
-    """Merge adapters into their base, one array at a time, in its dtype."""
-    bound_leaves(found, max(value.size for value in base.values()))
-    try:
-        reads = adapter.merged(
-            {name: partial(np.asarray, value) for name, value in base.items()},
-            {name: leaf.read for name, leaf in found.items()},
-            scale,
-        )
-    except ValueError as error:
-        raise WeightsError(str(error), "load adapters that were trained on this base") from error
-    return {
-        name: CheckpointLeaf(base[name].shape, base[name].dtype, partial(_rounded, read, base[name].dtype))
-        for name, read in reads.items()
-    }
-
-
-def _rounded(read: Callable[[], np.ndarray], dtype: np.dtype) -> np.ndarray:
-    return read().astype(dtype, copy=False)
 
 
 def bound_files(files: Sequence[ManifestFile], what: str, n_elements: int) -> None:
