@@ -17,6 +17,7 @@ import blake3
 import jax
 import jax.numpy as jnp
 import numpy as np
+from in_memory_queue import InMemoryQueue
 
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.episode_types import assistant
@@ -33,7 +34,6 @@ from shared.algorithm_schema import GrpoSection
 from shared.clients.rollout import Generation
 from shared.models.chat import ChatTokenizer
 from shared.outcomes import end_of_turn
-from shared.queue.memory import InMemoryQueue
 from shared.queue.records import Reservation
 from shared.run import ledger
 from shared.run.progress import TicketProgress

@@ -20,6 +20,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `(max_steps) -> context manager` of a `volley.reporting.progress.ProgressDisplay`,
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
+                      `diagnosis.run` → `(facts) -> facts`, which adds what waits for what to GET /runs/NAME,
+                      `diagnosis.waits` → `(clients of services, state) -> sentence`,
+                      `folder_survey` → `(RunFolder) -> None`, which refuses files that no run makes,
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
                       `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
@@ -38,7 +41,6 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `supervised.runs` → `volley.reporting.supervised.SupervisedRuns`, `trainer.supervised` →
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
                       `services.trainer.backend.warm_start.WarmStarts`,
-                      `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
                       `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
                       `environments` → `services.env.extension.Extension`, `env.processes` → `(EnvSettings) ->
                       services.env.processes.EnvironmentProcesses`, `sandbox_tier` → module that runs as
@@ -88,9 +90,9 @@ OWNERS: Mapping[str, str] = {
         ("run.dashboard", "run.trackers", "compare", "dashboard", "live_display", "report", "track", "trajectories"),
         "volley-rl-dashboard",
     ),
-    "python_api": "volley-rl-python",
+    **dict.fromkeys(("diagnosis.run", "diagnosis.waits", "folder_survey", "python_api"), "volley-rl-python"),
     "traces": "volley-rl-traces",
-    **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),
+    **dict.fromkeys(("own_data", "own_data.options"), "volley-rl-data"),
     **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
     **dict.fromkeys(("blocksworld", "gymnasium", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
     **dict.fromkeys(("env", "environments", "sandbox_tier", "services.env.players"), "volley-rl-sandbox"),

@@ -27,6 +27,7 @@ from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
+from shared import packages
 from shared.clients.env import EnvClient
 from shared.errors import RuleFailed, VolleyError, first_error
 from shared.models.chat import ChatTokenizer
@@ -34,11 +35,9 @@ from shared.own_rules import MENDING
 from shared.process import host_memory, telemetry, tracing
 from shared.process.sinks import MetricsFanout
 from shared.queue.queue import TicketQueue
-from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.mixture import SplitSizes
 from shared.run.shares import weights_of
-from shared.run.wedge import ServiceReport
 from shared.types import Group
 
 _PAUSED = "paused"
@@ -114,10 +113,8 @@ class Orchestrator:
         `chain` says what waits for what, as far as the orchestrator can see.
         """
         facts = self._facts()
-        verdict = wedge.diagnose([ServiceReport("orchestrator", "orchestrator", facts=facts)])
-        if verdict.state == "wedged":
-            facts |= {"state": "wedged", "reason": str(verdict)}
-        return {**facts, "chain": verdict.chain}
+        diagnosed: Callable[[dict[str, Any]], dict[str, Any]] | None = packages.part("diagnosis.run", required=False)
+        return {**facts, "chain": ()} if diagnosed is None else diagnosed(facts)
 
     def _facts(self) -> dict[str, Any]:
         status, no_server = self.status, self.balancer.why_unroutable()

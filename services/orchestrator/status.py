@@ -11,7 +11,7 @@ from typing import Literal
 from services.orchestrator import metrics
 from services.orchestrator.tallies import EnvironmentTallies
 from shared.errors import Party, VolleyError
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 from shared.types import Group, Trajectory
 
 type State = Literal["waiting", "running", "evaluating", "paused", "finished", "failed"]

@@ -13,7 +13,7 @@ from services.trainer.metrics import prometheus
 from shared.errors import Conflict, VolleyError
 from shared.outcomes import FilterRule
 from shared.process import host_memory
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 
 Phase = Literal[
     "loading",

@@ -1,7 +1,7 @@
 """Embedded server: Redis or Valkey as a child process, for runs without one.
 
 Invariants: it listens on 127.0.0.1 unless it is given another address, requires a password that is never on a command
-line, writes an append-only file in its folder, never evicts, and stops with its context. One server per folder: the
+line, writes an append-only file in its folder, and never evicts. One server per folder: the
 server process itself holds a lock that guards the data, even if its parent is gone.
 """
 
@@ -12,16 +12,14 @@ import platform
 import re
 import secrets
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from shared.errors import ConfigError, QueueUnavailable
+from shared.errors import ConfigError
 from shared.files.locks import try_lock
 from shared.process.ports import free_port
 
@@ -107,35 +105,13 @@ def set_aside(spec: ServerSpec, log: Path, start: int = 0) -> Path | None:
     """
     data = spec.folder / "appendonlydir"
     bad = data.with_suffix(".bad")
-    if not _UNREADABLE.search(_last_lines(log, 10, start)) or not os.path.lexists(data):
+    if not _UNREADABLE.search(last_lines(log, 10, start)) or not os.path.lexists(data):
         return None
     with suppress(OSError):
         shutil.rmtree(bad, ignore_errors=True)
         data.rename(bad)
         return bad
     return None
-
-
-@contextmanager
-def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the server and wait until it has loaded its data and answers; stop it at the end.
-
-    Blocks for the start (about 0.1 s plus loading) and for the stop. The process ignores the terminal's signals, so
-    Ctrl-C stops it only through the end of this context.
-
-    Raises:
-        ConfigError: another server uses the folder.
-        QueueUnavailable: it did not become ready in `ready_s` seconds; the message ends with its last log lines.
-    """
-    with folder_lock(spec.folder) as lock, spec.log.open("ab") as log:
-        process = subprocess.Popen(
-            spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0
-        )
-    try:
-        _wait_ready(spec, process, ready_s)
-        yield process
-    finally:
-        _stop(process, stop_s)
 
 
 @contextmanager
@@ -157,14 +133,6 @@ def folder_lock(folder: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
-
-
-@contextmanager
-def embedded_server(folder: Path) -> Iterator[ServerSpec]:
-    """Run an embedded server in `folder`, at a free port, within the context. Raises as `prepare` and `running`."""
-    spec = prepare(folder)
-    with running(spec):
-        yield spec
 
 
 def find_binary() -> Path:
@@ -237,43 +205,8 @@ def _lock(descriptor: int, folder: Path) -> None:
         raise ConfigError(f"another server is using {folder}", "stop that run first, or use another run.name")
 
 
-def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: float) -> None:
-    end = time.monotonic() + ready_s
-    while not _answers(spec):
-        if process.poll() is not None:
-            raise QueueUnavailable(f"the embedded server ended with code {process.returncode}", _last_lines(spec.log))
-        if time.monotonic() > end:
-            raise QueueUnavailable(f"the embedded server was not ready in {ready_s:g} s", _last_lines(spec.log))
-        time.sleep(0.01)
-
-
-def _answers(spec: ServerSpec) -> bool:
-    """True if this server (it knows the password) has loaded its data."""
-    command = f"AUTH {spec.password}\r\nPING\r\n".encode()
-    with suppress(OSError), socket.create_connection(("127.0.0.1", spec.port), timeout=1.0) as link:
-        link.sendall(command)
-        link.settimeout(1.0)
-        answer = b""
-        while answer.count(b"\r\n") < 2:
-            part = link.recv(256)
-            if not part:
-                return False
-            answer += part
-        return answer == b"+OK\r\n+PONG\r\n"
-    return False
-
-
-def _last_lines(log: Path, n: int = 3, start: int = 0) -> str:
+def last_lines(log: Path, n: int = 3, start: int = 0) -> str:
+    """Return the last lines of a log from a byte on, joined; empty if it cannot be read."""
     with suppress(OSError):
         return " | ".join(log.read_bytes()[start:].decode(errors="replace").splitlines()[-n:])
     return ""
-
-
-def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
-    """Terminate the server so that it flushes its append-only file; kill it after `stop_s` seconds."""
-    process.terminate()
-    try:
-        process.wait(stop_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

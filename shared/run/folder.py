@@ -137,7 +137,7 @@ class RunFolder:
 
     @property
     def fork(self) -> Path:
-        """Origin of a fork (see shared.run.forks)."""
+        """Origin of a fork (see volley_python.folder.forks)."""
         return self.path / "fork.json"
 
     @property

@@ -63,7 +63,7 @@ class TrainerState:
     shared.models.origin). `data` describes the data of supervised training, by digest (also of its `files`), and the
     position in it; there `step` counts supervised steps. `files` are prefixes of other files of the run, `losses`
     counts how often each lost lines (see shared.run.protected_files). `forks` are the logs of other runs
-    whose groups this run has trained on (see shared.run.forks).
+    whose groups this run has trained on (see volley_python.folder.forks).
     """
 
     epoch: int

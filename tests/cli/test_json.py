@@ -13,11 +13,11 @@ import orjson
 import pytest
 
 from shared.errors import Unavailable
-from shared.queue.server import embedded_server
 from shared.run.folder import RunFolder
 from tests.fuzz.driver import in_a_thread
 from tests.fuzz.stack import open_stack, run_config
 from tests.support import small_run
+from tools.embedded_redis import embedded_server
 from volley.__main__ import main, parser, subcommands
 from volley.layout import PROJECT
 from volley.printing import print_lines, print_result, use_json

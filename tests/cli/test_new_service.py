@@ -15,18 +15,18 @@ import pytest
 from shared.clients.base import HttpClient
 from shared.config import LoadedConfig, load
 from shared.errors import ConfigError, Unauthorized
-from shared.run import wedge
 from shared.run.folder import RunFolder
-from shared.run.wedge import ServiceReport
 from shared.services import SERVICES, ServiceInfo
 from shared.services_schema import Endpoint, ServicesSection
 from volley.local import external, stack
 from volley.local.processes import Reaper
 from volley.local.stack import LocalStack, StackSeams
 from volley.local.supervisor import RestartPolicy
-from volley.runs import addresses, identity, observing
+from volley.runs import addresses
 from volley.runs.record import claimed
 from volley_commands import access, evaluate
+from volley_python.diagnosis import identity, observing, wedge
+from volley_python.diagnosis.wedge import ServiceReport
 
 SCORER = ServiceInfo("scorer", 8105, "base", 30.0, ("env",), ("/scores",), run_key="run")
 FAKES = StackSeams(dict.fromkeys((*SERVICES, SCORER.name), "tests.support.fake_service"))

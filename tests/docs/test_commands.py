@@ -17,7 +17,6 @@ import yaml
 
 from shared import config
 from shared.process.ports import free_port
-from shared.queue.server import embedded_server
 from shared.run.folder import RunFolder
 from tests.compose import compose_file
 from tests.docs.commands import ROOT, blocks, first_example, yaml_of
@@ -27,6 +26,7 @@ from tests.support import small_run
 from tests.support.net import wait_http
 from tests.support.redis import configured
 from tests.support.stack import SMALL
+from tools.embedded_redis import embedded_server
 from volley.__main__ import parse_arguments
 from volley.layout import python_of, variables_of
 from volley.runs import addresses

@@ -27,8 +27,9 @@ from shared.types import WeightVersion
 from tests.fuzz.test_msgpack import GROUP
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
 from volley.reporting import jsonl
-from volley.runs import addresses, observing
+from volley.runs import addresses
 from volley.runs import record as runs
+from volley_python.diagnosis import observing
 
 MANIFEST = orjson.loads(
     orjson.dumps(

@@ -17,10 +17,10 @@ import orjson
 import pytest
 
 from shared import codec
-from shared.queue.server import embedded_server
 from tests.fuzz.driver import REFUSALS, in_a_thread
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 from tests.shared.test_bounds import array_of
+from tools.embedded_redis import embedded_server
 
 SIZE = 200_000
 """Bytes of a body: within every service's limit, and more values than any of them takes."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from shared.queue.server import embedded_server
 from tests.fuzz.driver import Fuzzer, in_a_thread
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 from tests.fuzz.values import CASES
 from tests.support.net import HTTP
 from tests.support.submitted import ADDER
+from tools.embedded_redis import embedded_server
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 

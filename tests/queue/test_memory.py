@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from examples.in_memory_queue import InMemoryQueue
 from shared.errors import Fenced
 from shared.queue.client import command, connect
-from shared.queue.memory import InMemoryQueue
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Finished, Published, PublishRefusal, Reservation
 from shared.queue.server import ServerSpec

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.queue.server import prepare, running
+from shared.queue.server import prepare
 from tests.queue import workers
+from tools.embedded_redis import running
 
 PRODUCERS = ("producer 1", "producer 2")
 LIMIT_S = 150.0

@@ -12,8 +12,9 @@ import pytest
 from shared.errors import ConfigError, QueueUnavailable
 from shared.queue import server
 from shared.queue.client import command, connect
-from shared.queue.server import ServerSpec, embedded_server, find_binary, folder_lock, prepare, running
+from shared.queue.server import ServerSpec, find_binary, folder_lock, prepare
 from tests.support.tokens import write_private
+from tools.embedded_redis import embedded_server, running
 
 
 async def test_data_survives_a_restart_at_the_same_address(tmp_path: Path):

@@ -10,8 +10,9 @@ import yaml
 from shared import own_rules
 from shared.config import LoadedConfig, apply_settings, load, recorded, stored
 from shared.errors import ConfigError
-from shared.run import forks, pinned
+from shared.run import pinned
 from volley.runs.record import claimed
+from volley_python.folder import forks
 
 TEXT = (
     'import jax.numpy as jnp\n\n\ndef loss(tokens):\n    """The loss: \'é\' # "x"."""\n    return -tokens.advantages\n'

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import DecodeError
-from shared.files.rows import rows
 from shared.text import well_formed, without_halves
+from volley_data.data_files import rows
 
 ANY_TEXT = st.text(st.characters(codec=None, categories=None) | st.sampled_from("\ud83d\ude00\udc00\\u"), max_size=20)
 

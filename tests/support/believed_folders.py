@@ -10,15 +10,16 @@ from pathlib import Path
 import orjson
 
 from shared.engines import DeclaredEngine
-from shared.run import data, forks, trust
+from shared.run import data, trust
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.run.mixture import MixtureChange
 from tests.support import lies
 from tests.support.small_run import RUN, Incarnation
 from volley.runs.record import claimed, mark_finished
 from volley_proof.forks import training
 from volley_proof.forks.plan import Wanted, planned
+from volley_python.folder import forks
+from volley_python.folder.forks import Fork
 from volley_tinker import futures
 from volley_tinker.server.entries import JSON, Checkpoint, Request, RequestResult, created
 from volley_tinker.server.store import FutureStore

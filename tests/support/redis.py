@@ -14,8 +14,9 @@ from redis.asyncio import Redis
 
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.queue.server import ServerSpec, embedded_server
+from shared.queue.server import ServerSpec
 from tests.support.tokens import write_private
+from tools.embedded_redis import embedded_server
 
 
 @pytest.fixture(scope="session")

@@ -36,18 +36,19 @@ from shared.config import load
 from shared.errors import NonFinite
 from shared.published.manifest import Chunk
 from shared.queue.records import StreamEntry
-from shared.run import checksums, forks, pinned
+from shared.run import checksums, pinned
 from shared.run.archive import Archive
 from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Branch, Group, Lineage, Trajectory, VersionSpan, WeightVersion
 from tools.simulated.trainer import NumpyArrays
 from volley.runs.record import claimed, mark_finished
 from volley_proof.replay.log_queue import bounds_of, log_of
+from volley_python.folder import forks
+from volley_python.folder.forks import Fork
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 HUGE = 1e6

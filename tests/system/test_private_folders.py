@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from shared.process.ports import free_port
-from shared.queue.server import ServerSpec, embedded_server
+from shared.queue.server import ServerSpec
 from shared.run.folder import RunFolder
 from tests.support.net import HTTP
+from tools.embedded_redis import embedded_server
 from volley.layout import PROJECT, python_of, variables_of
 from volley.reporting import jsonl
 from volley_proof.commands.replay import replayed

@@ -13,9 +13,9 @@ import pytest
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ready_group
 from shared.config import load
-from shared.queue.server import embedded_server
 from shared.types import WeightVersion
 from tests.trainer.process import BATCH, deterministic, producing, trainer
+from tools.embedded_redis import embedded_server
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 from volley.runs.record import claimed, mark_finished
 from volley_proof.verify.command import verify

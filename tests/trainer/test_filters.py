@@ -22,7 +22,6 @@ from services.trainer.loop.ledger import LedgerFile
 from shared import own_rules, rule_code
 from shared.errors import RuleFailed
 from shared.queue.records import StreamEntry
-from shared.queue.server import embedded_server
 from shared.run import ledger, rule_files
 from shared.run.folder import RunFolder
 from shared.run.progress import TicketProgress
@@ -31,6 +30,7 @@ from tests.trainer.fakes import Bench, stopped
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
 from tests.trainer.support import group
 from tools.chaos.lineage import difference
+from tools.embedded_redis import embedded_server
 
 VERSION = "e000001-s000000"
 ZERO_VARIANCE = FilterOptions(("zero_variance",))

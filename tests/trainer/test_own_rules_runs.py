@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shared.config import load
-from shared.queue.server import embedded_server
 from shared.run import rule_files
 from tests.trainer.process import BATCH, in_use, producing, trainer
+from tools.embedded_redis import embedded_server
 from volley.reporting import jsonl
 from volley.runs import record
 

@@ -16,8 +16,9 @@ import pytest
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.arrays import RestoredCheckpoint
 from shared.config import load
-from shared.queue.server import embedded_server, prepare, running
+from shared.queue.server import prepare
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
+from tools.embedded_redis import embedded_server, running
 from tools.simulated.trainer import NumpyArrays
 from volley.runs.record import claimed, mark_finished
 from volley_proof.verify.command import verify

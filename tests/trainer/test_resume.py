@@ -12,9 +12,9 @@ import pytest
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.loop.ledger import LedgerFile
-from shared.queue.server import embedded_server
 from shared.types import Group
 from tests.trainer.process import BATCH, SIMULATED, deterministic, producing, trainer
+from tools.embedded_redis import embedded_server
 from tools.simulated.trainer import NumpyArrays
 
 STEPS = 5

@@ -5,7 +5,7 @@ import pytest
 
 from services.trainer.routes import ROLES, router
 from services.trainer.status import TrainerStatus
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 from shared.services_schema import Limits
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app

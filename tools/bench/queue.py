@@ -18,8 +18,8 @@ from redis.asyncio import Redis
 
 from shared.queue.client import command, connect, transaction
 from shared.queue.queue import Finished, Published, Reservation, TicketQueue
-from shared.queue.server import embedded_server
 from tools.bench.result import BenchResult, emit
+from tools.embedded_redis import embedded_server
 
 _PUBLISHERS, _BATCH, _ROUNDS = 8, 32, 10
 _LARGE, _SMALL = 300_000, 300  # bytes of payload

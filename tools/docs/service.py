@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from shared import config
 from shared.boot import RunningService
 from shared.process.telemetry import REGISTRY
-from shared.queue.server import embedded_server
 from shared.schema import RunConfig
 from shared.services_schema import TokenFiles
+from tools.embedded_redis import embedded_server
 from volley.layout import PROJECT
 
 _MODULES = {"rollout": "tools.simulated.rollout", "trainer": "tools.simulated.trainer"}

@@ -12,14 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from shared import config
+from shared import config, packages
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.findings import findings
-from shared.run import commits, wedge
+from shared.run import commits
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
-from shared.services import kind_of
 from shared.visible import quoted
 from volley import choices, own_data
 from volley.local import stack
@@ -37,7 +36,6 @@ from volley.reporting.supervised import supervised_runs
 from volley.reports import reports
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
-from volley.runs.observing import ServiceStatus, ask_all, unready
 from volley.runs.record import RunClaim, claimed, mark_finished, stored
 from volley.runs.run_file import RunRecord, read_record
 
@@ -281,12 +279,8 @@ async def _refused(running: stack.LocalStack) -> str:
 
 
 async def _waiting(running: stack.LocalStack, state: str) -> str:
-    """State of the run, and the chain of waits from the waiting service to the one that blocks the others.
-
-    A run that is only slow is not called wedged: some service must have halted, or services wait for each other.
-    """
-    seen = await ask_all([ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls])
-    verdict = wedge.diagnose(seen)
-    if state == "wedged" and not (verdict.cycle or any(node.halted for node in wedge.nodes(seen))):
-        state = "waiting"
-    return f"the run is {state}; {'; '.join(verdict.chain or unready(seen)) or 'all services are ready'}"
+    """State of the run, and what waits for what, if a package finds that out."""
+    waits = packages.part("diagnosis.waits", required=False)
+    if waits is None:
+        return f"the run is {state}"
+    return await waits({name: running.client(name) for name in running.urls}, state)

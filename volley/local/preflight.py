@@ -19,7 +19,6 @@ from shared.supervised import supervised_steps
 from volley import choices
 from volley.local import external, ports
 from volley.local.devices import accelerators
-from volley.runs import survey
 
 
 def notes_on_model(loaded: LoadedConfig, folder: Path) -> list[str]:
@@ -89,7 +88,7 @@ def check_inputs(loaded: LoadedConfig) -> Path:
         packages.part("supervised.runs").check_files(loaded.config)
     model = loaded.config.model.path
     if "@" in model and not Path(model).is_dir():
-        survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
+        packages.part("folder_survey")(RunFolder(Path(model.rpartition("@")[0]).absolute()))
     folder = model_folder(model, loaded.config.run.folder)
     check_weights(loaded.config)
     asyncio.run(external.check(loaded.config))

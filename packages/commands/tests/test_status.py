@@ -10,9 +10,8 @@ import pytest
 
 from shared.engines import DeclaredEngine
 from shared.errors import ConfigError
-from shared.run import trust, wedge
+from shared.run import trust
 from shared.run.folder import RunFolder
-from shared.run.wedge import QUIET_S, ServiceReport
 from shared.services_schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
@@ -20,9 +19,10 @@ from tests.support.asgi import served
 from volley.commands import train
 from volley.local.stack import LocalStack
 from volley.printing import json_output
-from volley.runs import observing
 from volley_commands import status
 from volley_commands.status import _text
+from volley_python.diagnosis import observing, wedge
+from volley_python.diagnosis.wedge import QUIET_S, ServiceReport
 
 TRAINER = {
     "phase": "waiting",

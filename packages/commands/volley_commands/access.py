@@ -18,8 +18,9 @@ from shared.services_schema import TokenFiles
 from shared.visible import quoted
 from volley.printing import is_json, print_for_shell, print_result
 from volley.run_arguments import add_run_dir
-from volley.runs import addresses, identity
+from volley.runs import addresses
 from volley.runs.addresses import Addresses
+from volley_python.diagnosis import identity
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -12,18 +12,26 @@ from pathlib import Path
 from shared.clients.base import HttpClient
 from shared.engines import AS_REPORTED, DeclaredEngine
 from shared.errors import ConfigError
-from shared.run import wedge
 from shared.run.folder import RunFolder
-from shared.run.wedge import ServiceReport, Verdict
 from shared.visible import quoted
 from shared.web.access import read_token
 from volley.printing import clear_screen, join_lines, one_line, print_result
 from volley.reporting.lines import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
-from volley.runs.identity import STRANGER
-from volley.runs.observing import TIMEOUT_S, ServiceStatus, described, observe, of_run, state_of, warnings_of
 from volley.runs.run_file import is_held, read_record
+from volley_python.diagnosis import wedge
+from volley_python.diagnosis.identity import STRANGER
+from volley_python.diagnosis.observing import (
+    TIMEOUT_S,
+    ServiceStatus,
+    described,
+    observe,
+    of_run,
+    state_of,
+    warnings_of,
+)
+from volley_python.diagnosis.wedge import ServiceReport, Verdict
 
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 _OF_FILE = re.compile(r".+-[0-9a-f]{8}@1")  # see shared.run.sources

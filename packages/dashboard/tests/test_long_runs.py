@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
-from shared.run import commits, counted
+from shared.run import commits
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
@@ -30,6 +30,7 @@ from volley_dashboard.page.runs import Runs
 from volley_python.client import run_reader
 from volley_python.client.counted_rows import CountedRows
 from volley_python.client.run_reader import RunReader, sampled
+from volley_python.folder import counted_lines
 
 STEPS = 3000
 
@@ -197,7 +198,7 @@ def test_sampled_lines_are_whole_and_include_the_first_and_the_last(tmp_path: Pa
 
 
 def reference(rows: Sequence[Mapping[str, Any]], head: TrainerState | None) -> list[Mapping[str, Any]]:
-    last = {(row["step"], row.get("env") or ""): row for row in counted.of_steps(rows, head)}
+    last = {(row["step"], row.get("env") or ""): row for row in counted_lines.of_steps(rows, head)}
     return [last[key] for key in sorted(last)]
 
 
@@ -218,7 +219,7 @@ def heads(rng: np.random.Generator, state: TrainerState) -> Iterator[TrainerStat
 def test_lines_that_count_are_the_same_however_they_arrive(made: Path, seed: int) -> None:
     rng, state = np.random.default_rng(seed), commits.newest(RunFolder(made / "r"))
     assert state is not None
-    rows, counting = list[dict[str, Any]](), CountedRows(counted.of_steps)
+    rows, counting = list[dict[str, Any]](), CountedRows(counted_lines.of_steps)
     for head in heads(rng, state):
         epoch, step = (head.epoch, head.step) if head else (1, 0)
         new = [

@@ -9,13 +9,13 @@ import pytest
 
 from packages.dashboard.tests.test_report import evaluation, step, write
 from shared.run.folder import RunFolder
-from shared.run.wedge import ServiceReport, Verdict
 from volley.reporting.lines import eval_line, format_mixture
 from volley.reporting.progress import Activity
 from volley.runs.run_file import RunRecord, write_record
 from volley_commands import status
 from volley_dashboard.report import report
 from volley_dashboard.terminal.phases import RunPhases
+from volley_python.diagnosis.wedge import ServiceReport, Verdict
 
 MIXTURE = [
     {"env": "frozen_lake", "share": 0.75, "state": "configured"},

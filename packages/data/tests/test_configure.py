@@ -18,7 +18,6 @@ import pytest
 import volley
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
-from shared.files.rows import rows
 from shared.findings import findings
 from shared.process.ports import hold_free
 from volley.__main__ import parse_arguments
@@ -28,6 +27,7 @@ from volley.runs.record import claimed, stored
 from volley_data import configure as configuring
 from volley_data import sources
 from volley_data.configure import configure, with_environment
+from volley_data.data_files import rows
 from volley_environments.gsm8k.data import read_problems
 
 WORDS = ["apple", "bread", "bridge", "candle", "chair", "cloud", "doctor", "dog", "engine", "farmer"]

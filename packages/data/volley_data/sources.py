@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from shared.errors import ConfigError
-from shared.files.rows import rows
+from volley_data.data_files import rows
 from volley_data.tables import from_reader
 
 type Rows = Iterator[tuple[str, Any]]

@@ -1,4 +1,4 @@
-"""Rows of CSV, Parquet and Arrow, beside the JSON lines that `shared.files.rows` reads.
+"""Rows of CSV, Parquet and Arrow, beside the JSON lines that `volley_data.data_files` reads.
 
 pyarrow and `datasets` are in the trainer's environment; a process there prints the rows, one batch at a time.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from shared.errors import ConfigError
-from shared.files.rows import MAX_LINE_BYTES, mark_of
 from volley.layout import python_of
+from volley_data.byte_order import MAX_LINE_BYTES, mark_of
 
 _READER = Path(__file__).with_name("table_reader.py")
 _SEPARATORS = {".csv": ",;\t|", ".tsv": "\t"}

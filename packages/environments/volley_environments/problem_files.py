@@ -10,8 +10,8 @@ from typing import Any
 
 from services.env.episode_types import EVAL, TRAIN, check_task
 from shared.errors import ConfigError
-from shared.files.rows import rows
 from shared.run.checkpoint_files import digest
+from volley_data.data_files import rows
 
 _expected = dict[Path, str]()
 
@@ -41,7 +41,7 @@ def files_of_splits(train: Path | None, evaluation: Path | None) -> dict[str, Pa
 
 
 def read_rows[P](path: Path, parse: Callable[[Mapping[str, Any], str], P], *, noun: str, hint: str) -> tuple[P, ...]:
-    """Parse every row of `path` (see shared.files.rows) from its object and its place.
+    """Parse every row of `path` (see volley_data.data_files) from its object and its place.
 
     A row that is not an object is parsed as an empty one.
 

@@ -15,10 +15,9 @@ import pytest
 
 from shared import config
 from shared.errors import ConfigError, DecodeError, StorageFull, VolleyError
-from shared.run import archive, commits, forks, pinned, trust
+from shared.run import archive, commits, pinned, trust
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.types import Group, Trajectory, WeightVersion
 from tests.support import small_run
 from tests.support.small_run import Incarnation
@@ -29,6 +28,8 @@ from volley_proof.forks.mending import mended
 from volley_proof.forks.plan import ForkPlan, Wanted, planned
 from volley_proof.reverify.episodes import ReplayedRewards
 from volley_proof.verify import command
+from volley_python.folder import forks
+from volley_python.folder.forks import Fork
 
 
 @pytest.fixture(scope="module")

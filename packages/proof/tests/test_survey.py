@@ -24,9 +24,9 @@ from shared.types import WeightVersion
 from tests.cli.test_hostile_folder import LIMIT_S, peak, within
 from tests.support import small_run
 from volley.local.preflight import check_inputs
-from volley.runs import survey
 from volley_dashboard.report import compare, report
 from volley_proof.verify import budget, command
+from volley_python.folder import survey
 
 HEAD = WeightVersion(2, 5)
 PARAMS = f"checkpoints/{HEAD}/params"

@@ -19,7 +19,6 @@ from shared.errors import ConfigError
 from shared.files.locks import lock_file, try_lock
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.queue.server import embedded_server
 from shared.run import archive, checkpoint_files, commits, ledger, trust
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
@@ -29,6 +28,7 @@ from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import begun, configured
 from tests.support.small_run import RUN, group
+from tools.embedded_redis import embedded_server
 from volley.printing import json_output
 from volley_proof.verify import command, tickets
 from volley_proof.verify.violation import ViolationKind

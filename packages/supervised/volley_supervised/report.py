@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from shared.models.origin import LATEST
-from shared.run import counted
 from shared.run.folder import RunFolder
 from shared.run.state import newest_state
 from shared.visible import visible
@@ -15,6 +14,7 @@ from volley.printing import join_lines
 from volley.reporting import jsonl
 from volley.reporting.lines import number
 from volley.runs.run_file import read_record, write_json
+from volley_python.folder import counted_lines
 from volley_supervised.lines import OTHERS, data_line
 
 _SHOWN = {
@@ -33,7 +33,7 @@ type Rows = Sequence[Mapping[str, Any]]
 def make(folder: RunFolder) -> dict[str, Any]:
     """Write and return summary.json."""
     record, head = read_record(folder), newest_state(folder.checkpoints)
-    lines = counted.of_steps(jsonl.read(folder.sft), head)
+    lines = counted_lines.of_steps(jsonl.read(folder.sft), head)
     by_step = {int(row["step"]): row for row in lines if isinstance(row.get("step"), int)}
     rows = [by_step[step] for step in sorted(by_step)]
     steps = [row for row in rows if "loss" in row]

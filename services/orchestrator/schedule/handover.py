@@ -23,7 +23,7 @@ from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
 from shared.run.folder import Record, RunFolder
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 
 _POLL_S = 1.0
 _MOST_BYTES = 2**20

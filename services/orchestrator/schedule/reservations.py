@@ -15,7 +15,7 @@ from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable
 from shared.queue.records import PublishRefusal, QueueState, Reservation
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 
 _RESERVE_WAIT_S, _SHORT_WAIT_S = 2.0, 0.25
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0

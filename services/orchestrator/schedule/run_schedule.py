@@ -25,7 +25,7 @@ from shared.process import telemetry
 from shared.queue.records import QueueState
 from shared.run.lineage import in_lineage
 from shared.run.mixture import SplitSizes
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 from shared.types import Lineage, WeightVersion
 
 _POLL_S = 0.25

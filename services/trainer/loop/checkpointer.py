@@ -20,7 +20,7 @@ from services.trainer.waiter import Waiter
 from shared.errors import Unavailable
 from shared.process import telemetry
 from shared.run.state import TrainerState
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 
 _log = telemetry.Log("checkpointer")
 

@@ -25,7 +25,7 @@ from services.trainer.waiter import Waiter
 from shared.errors import Unavailable
 from shared.process import telemetry
 from shared.run.state import TrainerState
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 from shared.types import WeightVersion
 
 _log = telemetry.Log("train_loop")

@@ -20,13 +20,13 @@ from services.trainer.groups.group_buffer import ready_group
 from shared.config import load
 from shared.errors import NotFound
 from shared.process.ports import free_port
-from shared.queue.server import embedded_server
 from shared.run import archive, commits
 from shared.run.lineage import epoch_of
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.support.bucket import s3_server
 from tests.trainer.process import BATCH, SIMULATED, TrainerProcess, deterministic, producing, trainer
+from tools.embedded_redis import embedded_server
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 from volley.runs.record import claimed, mark_finished
 from volley_bucket.objects import Bucket

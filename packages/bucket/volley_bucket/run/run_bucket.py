@@ -17,7 +17,7 @@ from shared.process import telemetry
 from shared.queue.records import QueueState
 from shared.run import archive, commits
 from shared.run.folder import RunFolder
-from shared.run.wedge import Wait
+from shared.run.waits import Wait
 from shared.types import WeightVersion
 from volley_bucket.run.head import files_of_lines
 from volley_bucket.run.restore import FolderRestore

@@ -12,9 +12,9 @@ import orjson
 
 from shared.errors import VolleyError
 from shared.run.folder import RunFolder
-from volley.runs.observing import described, of_run
 from volley_dashboard.page.state import state_of, trainer
 from volley_python.client.run_reader import RunReader
+from volley_python.diagnosis.observing import described, of_run
 
 _POLL_S = 1.0
 _FLEET_S = 3.0

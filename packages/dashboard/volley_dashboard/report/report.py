@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from shared.engines import AS_REPORTED, DeclaredEngine
 from shared.errors import ConfigError, DecodeError
 from shared.failure_rates import CERTAIN, TOLERATED, tail
-from shared.run import commits, counted, forks, ledger
+from shared.run import commits, ledger
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
@@ -33,10 +33,10 @@ from volley.reporting.intervals import SuccessRate, success_rates
 from volley.reporting.progress import print_text
 from volley.reporting.supervised import supervised_runs
 from volley.run_arguments import add_run_dir
-from volley.runs import survey
 from volley.runs.run_file import RunRecord, read_record, write_json
 from volley_dashboard.report import closing, engines, environments
 from volley_dashboard.report.curve import curve
+from volley_python.folder import counted_lines, forks, survey
 
 _MAIN, _UNNAMED, _ENGINE = "data.env", "main environment", "rollout.engine.kind"
 _COMPONENT, _GROUP_SIZE = "reward/", "grpo_config.num_generations"
@@ -108,8 +108,8 @@ def make(folder: RunFolder) -> dict[str, Any]:
 def read(folder: RunFolder) -> tuple[dict[str, Any], Callable[[], None]]:
     """Return the summary, and a function that draws the plot. Writes nothing."""
     head = commits.newest(folder)
-    steps = by_step(counted.of_steps(jsonl.read(folder.metrics), head))
-    evals = environments.by_environment(counted.of_weights(jsonl.read(folder.evals), head))
+    steps = by_step(counted_lines.of_steps(jsonl.read(folder.metrics), head))
+    evals = environments.by_environment(counted_lines.of_weights(jsonl.read(folder.evals), head))
     lines = list(_checked(jsonl.read(folder.ledger)))
     record = read_record(folder)
     summary = summarize(steps, environments.of_main(evals), record)
@@ -208,7 +208,7 @@ def _checked(rows: Iterable[dict[str, Any]]) -> Iterator[ledger.Line]:
 
 def dispositions(lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, int]:
     """Tickets by disposition along the lineage of `head`; filtered ones by rule."""
-    return dict(Counter(ledger.disposition_label(line) for line in counted.of_tickets(lines, head)))
+    return dict(Counter(ledger.disposition_label(line) for line in counted_lines.of_tickets(lines, head)))
 
 
 def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | Non
             tokens[end] += n * row["end_tokens"][end]
         faults.update(row.get("faults") or {})
         attempts.update(row.get("failed_attempts") or {})
-    ended = counted.of_tickets(lines, head)
+    ended = counted_lines.of_tickets(lines, head)
     failed = Counter(str(line.get("reason")) for line in ended if line["disposition"] == "failed")
     return {
         "ends": {end: n / episodes.total() for end, n in episodes.most_common()},

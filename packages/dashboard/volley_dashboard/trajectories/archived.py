@@ -14,10 +14,10 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Trajectory, WeightVersion
 from volley.reporting.jsonl import read
-from volley.runs import survey
 from volley.runs.run_file import name_of
 from volley_dashboard.trajectories import episodes, files
 from volley_dashboard.trajectories.index import EpisodeIndex, Filters, undone
+from volley_python.folder import survey
 
 if TYPE_CHECKING:
     from shared.models.chat import ChatTokenizer

@@ -25,13 +25,13 @@ from services.trainer.publishing.publications import ModelToPublish, Publication
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
 from shared.process.ports import free_port
-from shared.queue.server import embedded_server
 from shared.run import rule_files
 from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.trainer.process import BATCH, TrainerProcess, producing
 from tests.trainer.process import config as process_config
+from tools.embedded_redis import embedded_server
 from volley_launch.training.memory import MemoryEstimate
 from volley_multihost.connection import PeerConnection, greet, welcome
 from volley_multihost.options import GroupOptions, group_options

@@ -14,13 +14,13 @@ import orjson
 import pytest
 
 from shared.config import load, validate
-from shared.queue.server import embedded_server
 from shared.run import archive, checkpoint_files, commits, pinned, token_values
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 from tests.trainer.process import BATCH, ROOT, in_use, producing, trainer
+from tools.embedded_redis import embedded_server
 from volley.runs import record
 from volley_proof.replay.recorded import RecordedStep
 from volley_proof.replay.steps import StepDifference, of_tensors

@@ -23,7 +23,7 @@ from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import ConfigError, DecodeError, Unavailable, WeightsError
 from shared.files import locks, storage
-from shared.run import archive, checkpoint_files, commits, counted, saved
+from shared.run import archive, checkpoint_files, commits, saved
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.run.commits import CommitRecord
@@ -33,6 +33,7 @@ from shared.run.lineage import epoch_of, in_lineage
 from shared.run.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 from volley_proof.verify import records, tickets
+from volley_python.folder import counted_lines
 
 _NAME = "run.name"
 _PREFIXES = ("refused", "demonstrations")
@@ -161,7 +162,7 @@ def _renamed(state: TrainerState, name: str) -> TrainerState:
 def _copy_lines(found: ForkStart, target: RunFolder) -> None:
     source, state = found.source, found.state
     lines, _ = tickets.read(source.ledger)
-    fates = tickets.fates(counted.with_pending(lines, state), state)
+    fates = tickets.fates(counted_lines.with_pending(lines, state), state)
     progress, trained = state.progress(), fates.n_trained
     kept = [line for ticket, line in fates.voids.items() if progress.is_finished(ticket) and ticket not in trained]
     _write(target.ledger, [*(line for step in sorted(fates.steps) for line in fates.steps[step]), *kept])
@@ -183,7 +184,7 @@ def _first_bytes(path: Path, size: int, state: TrainerState, *, more: bool) -> b
             row = codec.from_record(line, "a line", MAX_LINE_VALUES)
         except DecodeError:
             continue
-        made += [line] if list(counted.of_weights([row], state)) else []
+        made += [line] if list(counted_lines.of_weights([row], state)) else []
     return b"".join(made)
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
-from shared.run import archive, commits, forks, pinned, trust
+from shared.run import archive, commits, pinned, trust
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.run.lineage import ForkPoint, epoch_of
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
-from volley.runs import survey
 from volley.runs.run_file import read_record
 from volley_proof.forks import fork_start
 from volley_proof.forks.fork_start import ForkStart
 from volley_proof.verify import mixture
+from volley_python.folder import forks, survey
+from volley_python.folder.forks import Fork
 
 
 @dataclass(frozen=True, slots=True)

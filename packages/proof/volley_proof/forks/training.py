@@ -10,10 +10,9 @@ from typing import Any
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, StorageFull
-from shared.run import commits, forks
+from shared.run import commits
 from shared.run.checksums import CHECKSUMS
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.run.state import TrainerState
 from shared.supervised import supervised_steps
 from volley.layout import variables_of
@@ -25,6 +24,8 @@ from volley.runs.record import RunClaim, claimed, mark_finished
 from volley_proof.forks import fork_start, mending
 from volley_proof.forks.plan import ForkPlan, check_existing
 from volley_proof.reverify.service import environments_of
+from volley_python.folder import forks
+from volley_python.folder.forks import Fork
 
 type Say = Callable[[str], None]
 _MODULE = "volley_proof.replay.fork"

@@ -41,16 +41,16 @@ from shared.errors import ConfigError, VolleyError, first_error, problem
 from shared.models.chat import tokenizer_of_run
 from shared.process.sinks import Line, LineKind, MetricsFanout
 from shared.published.manifest import Chunk, WeightTree
-from shared.run import forks
 from shared.run.archive import Archive
 from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.schema import RunConfig
 from shared.services_schema import TokenFiles
 from shared.types import WeightVersion
 from volley_proof.replay.log_queue import bounds_of, log_of
+from volley_python.folder import forks
+from volley_python.folder.forks import Fork
 
 _POLL_S = 0.05
 _NOWHERE = "http://127.0.0.1:0"

@@ -19,13 +19,14 @@ from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.log_bounds import LogBounds
 from shared.errors import DecodeError
 from shared.queue.records import Finished, QueueState, StreamEntry
-from shared.run import archive, counted, ledger
+from shared.run import archive, ledger
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.run.ledger import TRAINED, Line
 from shared.run.lineage import epoch_of
 from shared.run.state import TrainerState
 from shared.types import Group, Lineage, WeightVersion
+from volley_python.folder import counted_lines
+from volley_python.folder.forks import Fork
 
 
 class LogQueue:
@@ -97,7 +98,7 @@ def entries(
         head: its newest state.
     """
     of_steps, voids = dict[int, list[Line]](), list[Line]()
-    for line in counted.of_tickets(lines, head):
+    for line in counted_lines.of_tickets(lines, head):
         if line["disposition"] != TRAINED:
             voids += [line] if line["step"] <= head.step else []
         elif line["step"] >= first:

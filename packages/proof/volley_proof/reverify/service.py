@@ -16,8 +16,9 @@ from shared.services import SERVICES
 from shared.web.access import Role, token_for
 from volley.layout import PROJECT, python_of, variables_of
 from volley.local.processes import Child, ProcessSpec, Reaper, last_error
-from volley.runs import addresses, identity
+from volley.runs import addresses
 from volley.runs.run_file import read_record
+from volley_python.diagnosis import identity
 
 _START_S = 120.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from shared.errors import DecodeError
-from volley.runs.survey import Survey
+from volley_python.folder.survey import Survey
 
 UNPACKED_FACTOR = 64
 """Bound on compression: groups repeat their prompt for each sample, other tokens and numbers hardly compress."""

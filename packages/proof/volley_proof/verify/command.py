@@ -17,7 +17,7 @@ from shared import config
 from shared.engines import AS_REPORTED
 from shared.errors import ConfigError
 from shared.files.reading import whole_lines
-from shared.run import archive, checkpoint_files, counted, trust
+from shared.run import archive, checkpoint_files, trust
 from shared.run import commits as commit_records
 from shared.run.archive import Spend
 from shared.run.folder import RunFolder
@@ -29,7 +29,6 @@ from volley.printing import join_lines, print_result
 from volley.proof import Proof, prove
 from volley.reporting.working import Tell, silent, working
 from volley.run_arguments import add_run_dir
-from volley.runs import survey
 from volley.runs.run_file import read_record
 from volley_dashboard.report import engines
 from volley_proof.verify import (
@@ -52,6 +51,7 @@ from volley_proof.verify import (
 from volley_proof.verify.groups import GroupBounds
 from volley_proof.verify.queue import QueueContents
 from volley_proof.verify.violation import Violation, ViolationKind, ViolationList
+from volley_python.folder import counted_lines, survey
 
 _MOST_TOLD = 1000
 _BEYOND = 10_000
@@ -137,7 +137,7 @@ def _proof(folder: RunFolder, spend: Spend, tell: Tell) -> Result:
     tell("ledger")
     lines, unreadable = tickets.read(folder.ledger)
     findings.add(unreadable)
-    lines = counted.with_pending(lines, history.head)
+    lines = counted_lines.with_pending(lines, history.head)
     fates = tickets.fates(lines, history.head)
     tell("commit records and parameters")
     missing = _check_states(folder, run, history, fates, findings)

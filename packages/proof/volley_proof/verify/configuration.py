@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence, Set
 from shared.errors import ConfigError, DecodeError
 from shared.run import archive, pinned
 from shared.run.folder import RunFolder
-from shared.run.forks import Fork
 from shared.run.lineage import ForkPoint, in_lineage
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from volley.runs.run_file import RunRecord, read_record
 from volley_proof.verify.violation import Violation, ViolationKind
+from volley_python.folder.forks import Fork
 
 _MOST_NAMED = 20
 

@@ -282,7 +282,7 @@ class AsyncClient:
 
     async def status(self) -> dict[str, Any]:
         """Return the state of the run's services, and which waits for which: as `volley status --json`."""
-        from volley.runs.observing import described, of_run
+        from volley_python.diagnosis.observing import described, of_run
 
         return described(*await of_run(self._files().folder))
 

@@ -19,15 +19,15 @@ import numpy as np
 
 from shared.errors import DecodeError, VolleyError
 from shared.files.reading import open_file
-from shared.run import commits, counted, forks, trust
+from shared.run import commits, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.run.state import TrainerState
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.jsonl import JsonlTail, numbers, parse
-from volley.runs import survey
 from volley.runs.run_file import RunRecord, began, is_held, read_record
 from volley_python.client.counted_rows import CountedRows, Selection, counted_rows
+from volley_python.folder import counted_lines, forks, survey
 
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
@@ -41,10 +41,10 @@ _HANDOVER_BYTES = 2**18
 _EXACT = 2**24
 """Numbers below are sent with float32's digits, which is more than a curve shows."""
 _COUNTING: Mapping[Kind, Selection] = {
-    "train": counted.of_steps,
-    "eval": counted.of_weights,
+    "train": counted_lines.of_steps,
+    "eval": counted_lines.of_weights,
     "sft": lambda rows, _: rows,
-    "handover": counted.of_steps,
+    "handover": counted_lines.of_steps,
 }
 
 

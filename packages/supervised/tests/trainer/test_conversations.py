@@ -15,9 +15,9 @@ import pytest
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, InputError
-from shared.files.rows import MAX_LINE_BYTES
 from shared.models.chat import ChatTokenizer
 from shared.run import checkpoint_files
+from volley_data.data_files import MAX_LINE_BYTES
 from volley_supervised.conversations.data import DataSettings, load
 from volley_supervised.conversations.dataset import batches, digest, n_steps, split, tokenized
 from volley_supervised.conversations.files import files_of, records

@@ -1,4 +1,4 @@
-"""Records of data files: JSON (see shared.files.rows), Parquet, Arrow, and folders in Hugging Face's layout.
+"""Records of data files: JSON (see volley_data.data_files), Parquet, Arrow, and folders in Hugging Face's layout.
 
 Each record comes with its place, which every error about it names.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.errors import ConfigError
-from shared.files import rows
+from volley_data import data_files
 from volley_supervised.conversations.flags import may_say
 from volley_supervised.conversations.formats import COLUMNS
 
@@ -29,7 +29,7 @@ def records(paths: Sequence[Path], split: Split) -> Iterator[tuple[str, Any]]:
     for path in paths:
         for file in files_of(path, split):
             found = False
-            for place, record in _rows(file) if file.suffix in _TABLES else rows.rows(file):
+            for place, record in _rows(file) if file.suffix in _TABLES else data_files.rows(file):
                 found = True
                 yield place, record
             if not found:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shared.errors import ConfigError
-from shared.files import rows as module
-from shared.files.rows import rows
+from volley_data import data_files as module
+from volley_data.data_files import rows
 from volley_environments.gsm8k.data import read_problems
 
 ROWS: list[dict[str, Any]] = [

@@ -1,7 +1,7 @@
 """Rows of data files: JSON lines or one JSON array, plain or gzip, in UTF-8, UTF-16 or UTF-32.
 
 A row comes with its place, which every error about it names. The content decides the format, and the name only for CSV.
-Only blank lines are skipped, and nothing is read without a limit. A package reads tables: CSV, Parquet and Arrow.
+Only blank lines are skipped, and nothing is read without a limit. `volley_data.tables` reads CSV, Parquet and Arrow.
 """
 
 from __future__ import annotations
@@ -17,25 +17,15 @@ from typing import IO, Any, cast
 
 import orjson
 
-from shared import packages
 from shared.errors import ConfigError
 from shared.files.reading import open_file
 from shared.text import without_halves
+from volley_data.byte_order import MAX_LINE_BYTES, UTF_8, mark_of
 
-MAX_LINE_BYTES = 2**26
 MAX_ARRAY_BYTES = 2**30
 """Largest file with one JSON array, uncompressed: it is parsed at once."""
 _BUFFER_BYTES = 2**20
 _GZIP = b"\x1f\x8b"
-_UTF_8 = "utf-8"
-_MARKS = (
-    (codecs.BOM_UTF8, _UTF_8),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
-"""Byte order marks; UTF-32's starts with UTF-16's."""
 _TABLES = (".csv", ".tsv", ".arrow")
 _TABLE_MARKS = (b"PAR1", b"ARROW1")
 _FOREIGN = (
@@ -57,7 +47,9 @@ def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str,
     missing file.
     """
     if _is_table(file):
-        yield from packages.part("tables")(file, hint)
+        from volley_data import tables  # which reads text as this module does
+
+        yield from tables.rows(file, hint)
         return
     try:
         with open_file(file) as raw, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES) as opened:
@@ -119,12 +111,7 @@ def _as_utf8(opened: io.BufferedReader[Any], file: Path) -> io.BufferedReader[An
             raise ConfigError(f"{file} is {what}", hint)
     mark, encoding = mark_of(head)
     opened.read(len(mark))
-    return opened if encoding == _UTF_8 else io.BufferedReader(_Recoded(opened, encoding), _BUFFER_BYTES)
-
-
-def mark_of(head: bytes) -> tuple[bytes, str]:
-    """Return the byte order mark that a file begins with, and its encoding; without one, none and UTF-8."""
-    return next(((mark, name) for mark, name in _MARKS if head.startswith(mark)), (b"", _UTF_8))
+    return opened if encoding == UTF_8 else io.BufferedReader(_Recoded(opened, encoding), _BUFFER_BYTES)
 
 
 class _Recoded(io.RawIOBase):

@@ -13,7 +13,7 @@ from shared.files.storage import storage
 from shared.process.ports import free_port
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.run.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, diagnose, nodes
+from volley_python.diagnosis.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, diagnose, nodes
 
 QUEUE = {"ready": True, "leased": 0, "depth": 0, "version": 12}
 SERVER = {

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shared.errors import Party
 from shared.services import SERVICES
 
 QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
@@ -25,14 +24,6 @@ FRESH_S = 5.0
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
 State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A wait; `why` is a sentence about it."""
-
-    on: Party
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +121,16 @@ def diagnose(seen: Sequence[ServiceReport]) -> Verdict:
     else:
         state = "running"
     return Verdict(state, tuple(walk.chain), walk.cycle, quiet_s)
+
+
+def diagnosed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Add to an orchestrator's description of its run the `chain` of waits that it can see, and whether it is wedged.
+
+    Args: facts: the answer of GET /runs/NAME without these.
+    """
+    verdict = diagnose([ServiceReport("orchestrator", "orchestrator", facts=facts)])
+    wedged = {"state": "wedged", "reason": str(verdict)} if verdict.state == "wedged" else {}
+    return {**facts, **wedged, "chain": verdict.chain}
 
 
 def _silence(quiet_s: float | None, found: Sequence[WaitNode]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,13 +13,13 @@ from shared.clients.base import HttpClient
 from shared.errors import ServiceUnreachable, VolleyError
 from shared.process import host_memory
 from shared.process.host_memory import HostMemory
-from shared.run import wedge
 from shared.run.folder import RunFolder
-from shared.run.wedge import ServiceReport, Verdict
 from shared.services import SERVICES, kind_of
 from shared.web.access import Role, token_for
-from volley.runs import addresses, identity
+from volley.runs import addresses
 from volley.runs.addresses import Addresses
+from volley_python.diagnosis import identity, wedge
+from volley_python.diagnosis.wedge import ServiceReport, Verdict
 
 TIMEOUT_S = 5.0
 _BETWEEN_S = 1.0  # between two readings of a server's token count
@@ -75,6 +75,22 @@ async def of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
     return seen, Verdict("stopped", (identity.elsewhere_message(folder),))
 
 
+async def waits(clients: Mapping[str, HttpClient], state: str) -> str:
+    """State of a run, and the chain of waits from the waiting service to the one that blocks the others.
+
+    A run that is only slow is not called wedged: some service must have halted, or services wait for each other.
+
+    Args:
+        clients: of the run's services, by name.
+        state: of the run, as its orchestrator says.
+    """
+    seen = await ask_all([ServiceStatus(name, kind_of(name), client) for name, client in clients.items()])
+    verdict = wedge.diagnose(seen)
+    if state == "wedged" and not (verdict.cycle or any(node.halted for node in wedge.nodes(seen))):
+        state = "waiting"
+    return f"the run is {state}; {'; '.join(verdict.chain or _unready(seen)) or 'all services are ready'}"
+
+
 def warnings_of(seen: Sequence[ServiceReport]) -> list[str]:
     """Return the services' own warnings, and one for each machine or container that is short of memory.
 
@@ -112,7 +128,7 @@ async def ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:
     return list(await asyncio.gather(*map(_ask, services)))
 
 
-def unready(seen: Sequence[ServiceReport]) -> list[str]:
+def _unready(seen: Sequence[ServiceReport]) -> list[str]:
     """One sentence per service that is not ready."""
     return [f"{s.name} is {state_of(s)}" for s in seen if s.error is not None or s.not_ready is not None]
 
