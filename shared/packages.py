@@ -27,6 +27,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `accelerators` → `volley.local.devices.DeviceAssigner`, `planner` → `volley.choices.Planner`,
+                      `findings` → `(RunConfig) -> Iterable[str]`, sentences on settings of the core without effect,
+                      `external_checks` → `(RunConfig) -> Awaitable[None]`, which checks services that run elsewhere,
+                      `foreign_names` → `shared.hints.ForeignNames`, what other trainers call settings,
                       `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
                       `curriculum` → `(CurriculumConfig, EnvironmentTallies, names) -> Curriculum`
                       (services.orchestrator.mixture.mixture),
@@ -82,9 +85,10 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",
-    **dict.fromkeys(("accelerators", "launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
+    **dict.fromkeys(("accelerators", "external_checks", "findings"), "volley-rl-launch"),
+    **dict.fromkeys(("launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
     **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),
-    **dict.fromkeys(("follow", "model", "status", "upgrade"), "volley-rl-commands"),
+    **dict.fromkeys(("follow", "foreign_names", "model", "status", "upgrade"), "volley-rl-commands"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
         ("run.dashboard", "run.trackers", "compare", "dashboard", "live_display", "report", "track", "trajectories"),

@@ -27,6 +27,7 @@ from volley.runs import addresses
 from volley.runs.record import claimed
 from volley_algorithms.teachers.client import TeacherAway
 from volley_commands import status
+from volley_launch.external import check as check_services
 
 CONFIG = "configs/chaos.yaml"
 
@@ -42,7 +43,7 @@ async def env(*overrides: str):
 
 
 async def check(*overrides: str) -> None:
-    await external.check(load([CONFIG], overrides).config)
+    await check_services(load([CONFIG], overrides).config)
 
 
 async def test_an_open_environment_service_is_taken():

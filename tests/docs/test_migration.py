@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from shared.hints import TRL, TUNIX, VERL
 from shared.schema import RunConfig
 from tests.docs.commands import ROOT
 from tools.docs.keys import chapters
 from volley.__main__ import parser
 from volley_commands.configuration import schema
+from volley_commands.foreign_names import TRL, TUNIX, VERL
 
 PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 ROWS = [line.split(" | ") for line in PAGE.partition("## From TRL")[2].splitlines() if line.startswith("| `")]

@@ -19,13 +19,14 @@ ROOT = Path(__file__).parents[2]
 OURS = {"services", "shared"}
 CONFIGURED = {
     "volley_algorithms",
+    "volley_commands",
     "volley_tinker",
     "volley_dashboard",
     "volley_engines",
     "volley_judges",
     "volley_tunix",
 }
-"""Packages that add to the configuration: their sections, keys and kinds."""
+"""Packages that add to the configuration: sections, keys, kinds, and what other trainers call a key."""
 WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry", "starlette", "uvicorn", "uvloop"}
 FORMS = {"python_multipart", "sniffio"}
 """Five milliseconds: Starlette and anyio import them where they are; the packages mcp and openai bring them."""

@@ -17,7 +17,7 @@ from shared.models.hub import check_weights, model_folder
 from shared.run.folder import RunFolder
 from shared.supervised import supervised_steps
 from volley import choices
-from volley.local import external, ports
+from volley.local import ports
 from volley.local.devices import accelerators
 
 
@@ -91,5 +91,6 @@ def check_inputs(loaded: LoadedConfig) -> Path:
         packages.part("folder_survey")(RunFolder(Path(model.rpartition("@")[0]).absolute()))
     folder = model_folder(model, loaded.config.run.folder)
     check_weights(loaded.config)
-    asyncio.run(external.check(loaded.config))
+    if (check := packages.part("external_checks", required=False)) is not None:
+        asyncio.run(check(loaded.config))
     return folder

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from shared.errors import ConfigError
-from shared.hints import missing_package
 from volley_python.submissions.source import Content
 from volley_sandbox.commands.trial import validated
+from volley_sandbox.submissions.findings import missing_package
 
 _CHECKED = re.compile(r"^Checked: (\{.*\})$", re.MULTILINE)
 _PASSED = "passed.json"

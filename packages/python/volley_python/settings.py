@@ -24,7 +24,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(text: str) -> str | None:
-    """Say which argument of `volley.train` to write, from a text of `shared.hints`; None for a setting."""
+    """Say which argument of `volley.train` to write, from a text of `shared.hints.renamed`; None for a setting."""
     if text == "model.path" or text.startswith("--"):
         return f"write {'model' if text == 'model.path' else text[2:].replace('-', '_')}=…"
     return text if text.startswith("write ") else None

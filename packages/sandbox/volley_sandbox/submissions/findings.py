@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import Unavailable, VolleyError
-from shared.hints import missing_package
 from volley_sandbox.backends.submitted import SubmittedBackend
 from volley_sandbox.submissions.record import Check, Report
 
 SEED_HINT = "draw what is random from random.Random(...) seeded by split, index and seed; no clocks, no global state"
 AT_ONCE, _MAX_LOG = 2, 4000
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 
 
 def _ignore(check: Check) -> None:
@@ -89,3 +90,13 @@ async def gathered[T](calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 def spread(n_tasks: int, most: int) -> list[int]:
     """At most `most` indices, evenly spaced from the first to the last."""
     return sorted({i * (n_tasks - 1) // max(1, min(most, n_tasks) - 1) for i in range(min(most, n_tasks))})
+
+
+def missing_package(failure: str) -> str | None:
+    """Return what to add to a user's file that imports a package without declaring it; None for other failures.
+
+    The package is assumed to have the name under which it is imported.
+    """
+    if (found := _MISSING.search(failure)) is None:
+        return None
+    return f'add at the top of the file, a line each: `# /// script`, `# dependencies = ["{found[1]}"]`, `# ///`'

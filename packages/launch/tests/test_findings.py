@@ -21,7 +21,7 @@ OWN_TEACHER = {"url": "self", "templates": ["{sibling}"]}
 VLLM = {"rollout__engine__kind": "vllm", "rollout__engine__url": "http://v"}
 LORA = {"trainer__lora": {"rank": 2, "target_modules": ["q_proj"]}, "trainer__optimizer_config__learning_rate": 2e-4}
 LORA_IN_BFLOAT16 = LORA | {"model__dtype": "bfloat16"}
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def of(**given: Any) -> list[str]:

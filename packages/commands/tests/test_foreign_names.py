@@ -1,8 +1,8 @@
 """Hints for names of other trainers lead to keys of Volley, and no key of Volley is taken for another's."""
 
 from shared.config_mistakes import _keys
-from shared.hints import _TABLES
 from shared.run_config import run_model
+from volley_commands.foreign_names import _TABLES
 
 
 def test_names_of_other_trainers_are_no_keys_of_volley_and_lead_to_its_keys():
