@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -20,26 +19,9 @@ from tokenizers.decoders import ByteLevel
 
 from shared.errors import ConfigError, ContextExceeded, InputError
 from shared.models.continuation import Continuation, ContinuationRenderer, HistoryChanged, changed, talks
-from shared.models.masks import mark_spans, transfer_marks
 from shared.models.templates import ChatTemplates, Messages, Tools, Variables, read_templates
 from shared.models.tokenizer_files import read_tokenizer
-from shared.models.turns import CallForm, RenderedTurn, TurnRenderer
-
-_ANCHOR = 200  # characters
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """A tokenized assistant's turn, with its end.
-
-    Attributes:
-        marks: 1 for each id that is learned.
-        is_open: the template writes no end.
-    """
-
-    ids: list[int]
-    marks: list[int]
-    is_open: bool
+from shared.models.turns import TurnRenderer
 
 
 class ChatTokenizer:
@@ -51,6 +33,8 @@ class ChatTokenizer:
         end_ids: all tokens that end an assistant's turn: `eos_id`, `eos_token`, and those of generation_config.json and
             config.json.
         pad_id: padding of rows: `pad_token`, or `eos_token` if none is named.
+        templates, turns, continuations: what the chat template writes.
+        closing: end of a turn's text up to `eos_id`; None if the template writes none.
         writes_date: the chat template writes the date.
         note: a sentence if transformers 5 reads the folder's tokenizer differently.
     """
@@ -67,25 +51,25 @@ class ChatTokenizer:
         self._context, self._longest = sys.maxsize, 1
         if "eos_token" not in files.special:
             raise ConfigError(f"{folder}/tokenizer_config.json names no eos_token")
-        self._template = ChatTemplates(
+        self.templates = ChatTemplates(
             read_templates(folder, files.settings, optional=not needs_template), files.special, date
         )
-        if unnamed := sorted(self._template.names & files.unnamed):
+        if unnamed := sorted(self.templates.names & files.unnamed):
             raise ConfigError(
                 f"{folder}: the chat template reads {unnamed[0]}, which tokenizer_config.json does not name",
                 f"the class of the tokenizer may have a default: write {unnamed[0]} there, or null for none",
             )
-        self._turns = TurnRenderer(self._template)
-        self._continuations = ContinuationRenderer(self._template, self._turns)
-        if not self._turns.writes_text:
+        self.turns = TurnRenderer(self.templates)
+        self.continuations = ContinuationRenderer(self.templates, self.turns)
+        if not self.turns.writes_text:
             raise ConfigError(
                 f"{folder}: the chat template does not write the text of a message",
                 "it may expect images and text in parts; give a template for text",
             )
-        self.writes_date = self._template.writes_date
+        self.writes_date = self.templates.writes_date
         eos = self._tokenizer.token_to_id(files.special["eos_token"])
         declared = files.end_ids | {eos}
-        self.eos_id, self._closing, self._ending = self._turn_end(declared, eos)
+        self.eos_id, self.closing, self._ending = self._turn_end(declared, eos)
         self.end_ids = declared | {self.eos_id}
         self.pad_id = self._tokenizer.token_to_id(files.special.get("pad_token") or files.special["eos_token"])
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -96,10 +80,10 @@ class ChatTokenizer:
         (eos, None) and all of the text if it writes none.
         """
         try:
-            closing = self._turns.closing
+            closing = self.turns.closing
         except InputError:  # the caller who renders a conversation sees it
             return eos, None, ""
-        encoding = self._encoded(closing)
+        encoding = self.encoded(closing)
         places = [*zip(encoding.ids, encoding.offsets, strict=True)]
         special = {i for i, one in self._tokenizer.get_added_tokens_decoder().items() if one.special}
         first = next((n for n, (token, _) in enumerate(places) if token in special | declared), len(places))
@@ -113,7 +97,7 @@ class ChatTokenizer:
 
         Raises InputError for half of a surrogate pair, which UTF-8 cannot encode, and ContextExceeded (see `within`).
         """
-        return self._encoded(text).ids
+        return self.encoded(text).ids
 
     def within(self, context_length: int) -> ChatTokenizer:
         """Copy the tokenizer with a limit: longer texts than so many of its longest tokens raise ContextExceeded.
@@ -127,7 +111,8 @@ class ChatTokenizer:
         made._longest = max(len(name) if is_bytes else len(name.encode()) for name in names)
         return made
 
-    def _encoded(self, text: str) -> Encoding:
+    def encoded(self, text: str) -> Encoding:
+        """Tokenize `text` as `encode` does; each token with its place."""
         if (n := len(text.encode(errors="replace"))) > self._context * self._longest:
             raise ContextExceeded.of(self._context, -(-n // self._longest))
         try:
@@ -160,15 +145,7 @@ class ChatTokenizer:
         Args:
             header: False leaves that header out.
         """
-        return self.encode(self._template.render(messages, tools, prompt=header))
-
-    def call_form(self, messages: Messages, tools: Tools) -> CallForm:
-        """Return the text of a call in the next answer. Raises InputError if the template writes no calls."""
-        return self._turns.call_form(messages, tools)
-
-    def render_unfinished(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""
-        return self.encode(self._template.render_unfinished(messages, tools))
+        return self.encode(self.templates.render(messages, tools, prompt=header))
 
     def continue_after(
         self,
@@ -188,11 +165,11 @@ class ChatTokenizer:
         Raises HistoryChanged if the template does not only append; the conversation then has to be rendered whole.
         """
         if conversation is None:
-            found = self._continuations.after_any(messages)
+            found = self.continuations.after_any(messages)
         else:
-            found = self._continuations.after_turn(conversation, messages, tools)
-        ids = self._after(found, sampled_ids)
-        repeated = self._closing is None and self.is_ended(sampled_ids) and ids[:1] == [sampled_ids[-1]]
+            found = self.continuations.after_turn(conversation, messages, tools)
+        ids = self.after(found, sampled_ids)
+        repeated = self.closing is None and self.is_ended(sampled_ids) and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if repeated else ids
 
     def looks_back(self, *, calls: bool = True) -> str | None:
@@ -212,11 +189,11 @@ class ChatTokenizer:
                     break
         return None
 
-    def _after(self, found: Continuation, sampled_ids: Sequence[int]) -> list[int]:
+    def after(self, found: Continuation, sampled_ids: Sequence[int]) -> list[int]:
         """Tokenize the text after an assistant's turn, without the end of the turn if the turn has it."""
         if unsaid := self._ending or ("" if self._says(found.begun) else found.begun):
             raise changed(f"it writes {unsaid!r} beside an answer that does not say so")
-        encoding, last = self._encoded(found.text), sampled_ids[-1] if sampled_ids else None
+        encoding, last = self.encoded(found.text), sampled_ids[-1] if sampled_ids else None
         if found.n_own is not None:
             places = enumerate(zip(encoding.ids, encoding.offsets, strict=True))
             ends = [i for i, (token, (_, end)) in places if token in self.end_ids and end <= found.n_own]
@@ -225,133 +202,29 @@ class ChatTokenizer:
                 if ends
                 else self.encode(found.text[found.n_own :])
             )
-        if last != self.eos_id or self._closing is None:
+        if last != self.eos_id or self.closing is None:
             return encoding.ids
-        if not found.text.startswith(self._closing):
+        if not found.text.startswith(self.closing):
             raise HistoryChanged("the chat template ends an earlier answer otherwise than the last one")
         return encoding.ids[encoding.ids.index(self.eos_id) + 1 :]
 
+    @property
+    def added_ids(self) -> Collection[int]:
+        """Tokens beside the vocabulary of the tokenizer's model, such as the special ones."""
+        return self._tokenizer.get_added_tokens_decoder().keys()
+
     def _says(self, begun: str) -> bool:
         """True if an answer says this before its words: it has tokens for it, as for Harmony's channels."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return any(token in added for token in self._encoded(begun).ids)
-
-    def leaves_out(self, messages: Messages, tools: Tools) -> bool:
-        """True if the template ignores the `tools` in what comes before the first answer. Raises InputError."""
-        before = [*takewhile(lambda message: message["role"] != "assistant", messages)] or messages
-        return bool(tools) and self._template.render(before, tools) == self._template.render(before)
-
-    def reads_variable(self, name: str) -> bool:
-        """True if a chat template reads the variable."""
-        return name in self._template.names
-
-    def check_variables(self, variables: Variables) -> None:
-        """Raises InputError naming a variable that no chat template reads."""
-        self._template.check_variables(variables)
+        added = self.added_ids
+        return any(token in added for token in self.encoded(begun).ids)
 
     def with_variables(self, variables: Variables) -> ChatTokenizer:
         """Copy the tokenizer with more variables for its templates."""
         made = copy(self)
-        made._template = self._template.with_variables(variables)
-        made._turns = TurnRenderer(made._template)
-        made._continuations = ContinuationRenderer(made._template, made._turns)
+        made.templates = self.templates.with_variables(variables)
+        made.turns = TurnRenderer(made.templates)
+        made.continuations = ContinuationRenderer(made.templates, made.turns)
         return made
-
-    def render_demonstration(
-        self, messages: Messages, tools: Tools = (), learned: Sequence[bool] | None = None
-    ) -> tuple[list[int], list[int]]:
-        """Compute ids and loss mask of a finished conversation, exactly as a rollout of it is recorded.
-
-        The mask is 1 on the assistant's tokens. If the template has `{% generation %}` blocks, it is 1 only on those
-        that transformers marks in the whole conversation.
-
-        Args:
-            learned: for each message, True if an assistant's tokens may have mask 1; None: True for all.
-        """
-        if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
-            raise InputError("a demonstration must end with an assistant message")
-        counts = [True] * len(messages) if learned is None else learned
-        ids, marks, turns = list[int](), list[int](), list[tuple[int, range]]()
-        is_open, at = False, 0
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            turn = self._turns.turn(messages[:i], message, tools)
-            said, before = self._said(turn), None
-            try:
-                before = self._between(ids, messages[:at], messages[at:i], turn, tools) if at else None
-            except HistoryChanged:
-                if any(counts[earlier] for earlier, _ in turns):
-                    raise
-                ids, marks, turns = [], [], []  # nothing so far is learned: the prompt is rendered whole
-            if before is None:
-                self._turns.check_written((), messages[:i], tools)
-                before = self.encode(turn.prompt)
-            elif is_open and before[:1] and before[0] in self.end_ids:
-                ids[-1] = before.pop(0)  # the next turn's header ends this one
-            ids += before + said.ids
-            marks += [0] * len(before) + said.marks
-            turns.append((i, range(len(ids) - len(said.ids), len(ids))))
-            is_open, at = said.is_open, i + 1
-        text, spans = self._template.render_marked(messages, tools)
-        if spans is not None:
-            whole = self._encoded(text)
-            marks = transfer_marks(ids, marks, [turn for _, turn in turns], whole.ids, mark_spans(whole, spans))
-        mask = [0] * len(ids)
-        for i, turn in turns:
-            mask[turn.start : turn.stop] = [mark * bool(counts[i]) for mark in marks[turn.start : turn.stop]]
-        if any(counts[i] for i, _ in turns) and not any(mask):
-            raise InputError("the chat template marks nothing that the assistant says with {% generation %}")
-        return ids, mask
-
-    def _said(self, turn: RenderedTurn) -> _Said:
-        """Tokenize a turn. Raises InputError for an end token inside it, because no rollout continues after one."""
-        n, start, encoding = self._after_anchor(turn)
-        ids = encoding.ids[n:]
-        ends = [i for i, token in enumerate(ids) if token in self.end_ids]
-        after = encoding.offsets[n + ends[0]][1] - start if ends else len(turn.said)
-        if turn.said[after:].strip() and not self._is_closed(turn.said, after):
-            raise InputError(
-                f"the assistant says {self.token(ids[ends[0]])}, which ends a turn: no rollout goes on after it",
-                "leave it out; the chat template writes it at the end",
-            )
-        marks = [1] * len(ids)
-        if turn.spans is not None:
-            marks = mark_spans(encoding, [(begin + start, end + start) for begin, end in turn.spans])[n:]
-        if not ends:
-            return _Said([*ids, self.eos_id], [*marks, 1], True)
-        return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], False)
-
-    def _after_anchor(self, turn: RenderedTurn) -> tuple[int, int, Encoding]:
-        """Tokenize a turn after the end of its prompt; return that end's numbers of tokens and characters, and both.
-
-        If the prompt's last token would merge with the turn's first, the turn is tokenized after a newline, so that a
-        tokenizer that begins a text with a space puts none before it.
-        """
-        for anchor in (self._anchor(turn.prompt), "\n"):
-            context, encoding = self._encoded(anchor), self._encoded(anchor + turn.said)
-            n = len(context.ids)
-            if encoding.ids[:n] == context.ids:
-                return n, len(anchor), encoding
-        return 0, 0, self._encoded(turn.said)
-
-    def _is_closed(self, said: str, end: int) -> bool:
-        """True if the text after the end of a turn is the one that the template writes there."""
-        return self._closing is not None and said[end:] == self._turns.closing[len(self._closing) :]
-
-    def _anchor(self, prompt: str) -> str:
-        """End of a prompt from its last special token on, which is tokenized together with the answer."""
-        tail = prompt[-_ANCHOR:]
-        encoding, added = self._encoded(tail), self._tokenizer.get_added_tokens_decoder()
-        starts = [at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in added]
-        return tail[starts[-1] :] if starts else tail[max(tail.rfind("\n"), 0) :]
-
-    def _between(
-        self, ids: Sequence[int], conversation: Messages, messages: Messages, turn: RenderedTurn, tools: Tools
-    ) -> list[int]:
-        """Tokenize the text between the last turn, which ends the conversation and `ids`, and this turn."""
-        found = self._continuations.after_turn(conversation, messages, tools)
-        return self._after(replace(found, text=found.text.removesuffix(turn.opened)), ids)
 
 
 def tokenizer_of_run(folder: Path, date: datetime.date | None) -> ChatTokenizer:

@@ -31,8 +31,6 @@ type Messages = Sequence[Mapping[str, Any]]
 type Tools = Sequence[Mapping[str, Any]]
 type Variables = Mapping[str, Any]
 """Values of a template's own variables, such as `enable_thinking`."""
-type Spans = tuple[tuple[int, int], ...]
-"""Parts of a text as pairs of character positions, the end exclusive."""
 _NOT_MEANT = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors of a template for values of an unexpected type: bytes, a decimal, text instead of a list."""
 _PROBE = {"name": "probe_name", "arguments": {"probe_key": "1"}}
@@ -40,10 +38,6 @@ _REPR = repr(_PROBE["arguments"])
 """Arguments as written by a template that expects JSON text."""
 _TEXT = '{"probe_key":"1"}'
 """Arguments as text, spaced unlike any template's output for an object."""
-_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
-"""Names that are given to every template, and are no variables of its own."""
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of words to continue; a template that trims them also trims its space."""
 _NO_TEMPLATE = "add chat_template.jinja or chat_template in tokenizer_config.json"
 
 
@@ -52,77 +46,40 @@ class ChatTemplates:
 
     Attributes:
         names: variables that the templates read.
+        given: values of all conversations: special tokens, and variables by `with_variables`.
         writes_date: a template calls `strftime_now`.
     """
 
     def __init__(self, texts: Mapping[str, str], special: Mapping[str, str], date: datetime.date | None = None) -> None:
         """Args: special: texts of the special tokens by name. Raises ConfigError."""
         self._templates = {name: compile_template(text, date) for name, text in texts.items()}
-        self._given: dict[str, Any] = dict(special)
+        self.given: dict[str, Any] = dict(special)
         parsed = {name: _parsed(text) for name, text in texts.items()}
         self._marked = {name for name, one in parsed.items() if _has_blocks(one)}
         self.names = frozenset[str]().union(*map(jinja2.meta.find_undeclared_variables, parsed.values()))
         self.writes_date = "strftime_now" in self.names
         self._form = cache(self._form_of_calls)
 
-    def check_variables(self, variables: Variables) -> None:
-        """Raises InputError naming a variable that no template reads."""
-        if unread := sorted(variables.keys() - (self.names - _OWN)):
-            known = ", ".join(sorted(self.names - _OWN - self._given.keys()))
-            raise InputError(
-                f"the chat template has no variable {unread[0][:80]!r}", f"variables that it reads: {known or 'none'}"
-            )
-
     def with_variables(self, variables: Variables) -> ChatTemplates:
         """Copy the templates with more variables. Unread variables have no effect, as in transformers."""
         made = copy(self)
-        made._given = {**self._given, **variables}
+        made.given = {**self.given, **variables}
         made._form = cache(made._form_of_calls)
         return made
 
-    def render(self, messages: Messages, tools: Tools = (), *, prompt: bool = True) -> str:
-        """Render a conversation, with `prompt` also the header of the next assistant turn. Raises InputError."""
-        return self._render(messages, tools, prompt)
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        prompt: bool = True,
+        write: Callable[[jinja2.Template, Variables], str] = jinja2.Template.render,
+    ) -> str:
+        """Render a conversation, with `prompt` also the header of the next assistant turn. Raises InputError.
 
-    def render_unfinished(self, messages: Messages, tools: Tools = ()) -> str:
-        """Render a conversation up to the last word of its last message, as transformers' `continue_final_message`.
-
-        Raises InputError if the template changes the content of that message.
+        Args:
+            write: renders a template with variables.
         """
-        *before, last = messages
-        content = last["content"]
-        if last.get("tool_calls"):
-            raise InputError(
-                "the message to continue has tool_calls, which the text after its content would cut off",
-                "leave them out, or write them into content",
-            )
-        text = self.render([*before, {**last, "content": content + _TAG}], tools, prompt=False)
-        text, found, after = text.rpartition(_TAG.strip())
-        if not found or content.strip() not in text:
-            raise InputError("the chat template does not write the content of the message to continue as it is")
-        return text if after.startswith(" ") else text.rstrip()
-
-    def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, Spans | None]:
-        """Render a finished conversation, and locate its `{% generation %}` blocks where transformers does.
-
-        The spans are None if the template has no such blocks. Raises InputError, also if the text of a block is not at
-        its span.
-        """
-        if self._name(tools) not in self._marked:
-            return self.render(messages, tools, prompt=False), None
-        blocks = _Blocks()
-        text = self._render(messages, tools, False, blocks)
-        if any(text[begin : begin + len(written)] != written for begin, written in blocks.found):
-            raise InputError(
-                "transformers marks other text than that in the chat template's {% generation %} blocks",
-                "move the blocks out of macros and variables, and do not edit their text",
-            )
-        return text, tuple((begin, begin + len(written)) for begin, written in blocks.found)
-
-    def _name(self, tools: Tools) -> str:
-        return "tool_use" if tools and "tool_use" in self._templates else "default"
-
-    def _render(self, messages: Messages, tools: Tools, prompt: bool, blocks: _Blocks | None = None) -> str:
         name = self._name(tools)
         messages = [with_reasoning(message) for message in messages]
         try:
@@ -130,10 +87,16 @@ class ChatTemplates:
                 form = self._form(name)
                 messages = [form.apply(message) for message in messages]
             own = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": prompt}
-            given = {"documents": None, **own, **self._given}
-            return (blocks.write if blocks else jinja2.Template.render)(self._templates[name], given)
+            return write(self._templates[name], {"documents": None, **own, **self.given})
         except (jinja2.TemplateError, *_NOT_MEANT) as error:
             raise InputError(f"the chat template refuses the conversation: {error}") from error
+
+    def marks(self, tools: Tools) -> bool:
+        """True if the template of a conversation with these tools has `{% generation %}` blocks."""
+        return self._name(tools) in self._marked
+
+    def _name(self, tools: Tools) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def _form_of_calls(self, name: str) -> _Form:
         """Find the form of calls that a template writes. A form that it writes as Python's repr is the last choice."""
@@ -155,7 +118,7 @@ class ChatTemplates:
         answer = {"role": "assistant", "content": None if null else "", "tool_calls": [call]}
         variables = {"messages": [{"role": "user", "content": "?"}, answer], "tools": None, "documents": None}
         try:
-            return self._templates[name].render(add_generation_prompt=False, **variables, **self._given)
+            return self._templates[name].render(add_generation_prompt=False, **variables, **self.given)
         except (jinja2.TemplateError, *_NOT_MEANT):
             return ""
 
@@ -192,43 +155,6 @@ class _Form:
         arguments = arguments_of(call)
         made = {**inner, "arguments": json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments}
         return {**call, "function": made} if call.get("function") else made
-
-
-class _Blocks:
-    """Positions of `{% generation %}` blocks in a text, counted as transformers' `AssistantTracker` does.
-
-    A block begins after the text that the template has yielded before it. Blocks inside another block do not count.
-
-    Attributes:
-        found: (beginning, text) of each.
-    """
-
-    def __init__(self) -> None:
-        self.found = list[tuple[int, str]]()
-        self._length, self._depth = 0, 0
-
-    def write(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """Render the template."""
-        chunks, token = list[str](), _blocks.set(self)
-        try:
-            for chunk in template.generate(variables):
-                chunks.append(chunk)
-                self._length += len(chunk)
-        finally:
-            _blocks.reset(token)
-        return "".join(chunks)
-
-    def block(self, write: Callable[[], str]) -> str:
-        """Render a block and note its position."""
-        self._depth += 1
-        text = write()
-        self._depth -= 1
-        if not self._depth:
-            self.found.append((self._length, text))
-        return text
-
-
-_blocks: ContextVar[_Blocks | None] = ContextVar("_blocks", default=None)
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any], *, optional: bool = False) -> dict[str, str]:
@@ -279,6 +205,10 @@ def compile_template(text: str, date: datetime.date | None = None) -> jinja2.Tem
         raise ConfigError(f"the chat template is not valid: {error}") from error
 
 
+block_writer: ContextVar[Callable[[Callable[[], str]], str] | None] = ContextVar("block_writer", default=None)
+"""Writes each `{% generation %}` block that is rendered, if it is set."""
+
+
 class _Generation(jinja2.ext.Extension):
     """Tag `{% generation %}`, which marks the assistant's text."""
 
@@ -290,8 +220,8 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
 
     def _write(self, caller: Callable[[], str]) -> str:
-        blocks = _blocks.get()
-        return blocks.block(caller) if blocks else caller()
+        write = block_writer.get()
+        return write(caller) if write else caller()
 
 
 def _to_json(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
-from shared.models.messages import read_messages
 from tests.support.templates import change_json, tiny_folder, write_json
+from volley_serving.templates.messages import read_messages
+from volley_supervised.conversations.rendering import render_demonstration
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 TOKENIZER = ChatTokenizer(TINY)
@@ -48,7 +49,7 @@ def test_an_unfinished_turn_is_closed_by_the_environment():
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
 def test_a_demonstration_equals_the_rollout_it_demonstrates(turns):
     messages = [m for question, answer in turns for m in (user(question), said(answer))]
-    ids, mask = TOKENIZER.render_demonstration(messages)
+    ids, mask = render_demonstration(TOKENIZER, messages)
     expected = TOKENIZER.render_prompt(messages[:1])
     expected_mask = [0] * len(expected)
     for index, (_, answer) in enumerate(turns):
@@ -122,7 +123,7 @@ def test_the_signs_of_the_games_are_single_tokens():
 
 def test_a_demonstration_must_end_with_the_assistant():
     with pytest.raises(InputError):
-        TOKENIZER.render_demonstration([user("x")])
+        render_demonstration(TOKENIZER, [user("x")])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def of_template(folder, template):
 
 
 def learned(tokenizer, *messages):
-    ids, mask = tokenizer.render_demonstration([user("2+2?"), *messages])
+    ids, mask = render_demonstration(tokenizer, [user("2+2?"), *messages])
     return tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one])
 
 
@@ -292,7 +293,7 @@ def test_no_space_comes_before_an_answer_whose_tokenizer_begins_texts_with_one(t
     change_json(tmp_path / "model" / "tokenizer.json", normalizer={"type": "Prepend", "prepend": " "})
     (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
     tokenizer = ChatTokenizer(tmp_path / "model")
-    ids, mask = tokenizer.render_demonstration([user(question), said("four")])
+    ids, mask = render_demonstration(tokenizer, [user(question), said("four")])
     spoken = tokenizer.encode("\nfour" + tokenizer.token(tokenizer.eos_id))[len(tokenizer.encode("\n")) :]
     assert [i for i, one in zip(ids, mask, strict=True) if one] == spoken
 
@@ -301,7 +302,7 @@ def test_no_space_comes_before_an_answer_whose_tokenizer_begins_texts_with_one(t
 def test_an_opened_thought_in_the_content_is_learned_once(tmp_path, content):
     dropping = OPENED.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # DeepSeek-R1's way
     tokenizer = of_template(tmp_path / "model", dropping)
-    ids, mask = tokenizer.render_demonstration([user("2+2?"), said(content)])
+    ids, mask = render_demonstration(tokenizer, [user("2+2?"), said(content)])
     prompt = tokenizer.render_prompt([user("2+2?")])
     assert ids[: len(prompt)] == prompt
     assert tokenizer.decode(ids[len(prompt) :]) == content.removeprefix("<think>").lstrip("\n") + "<|im_end|>"
@@ -353,7 +354,7 @@ SUM = {"type": "function", "function": {"name": "add", "arguments": {"x": 1, "y"
 )
 def test_a_call_that_is_left_out_is_refused_also_where_its_words_stand_elsewhere(question, message, left_out):
     with pytest.raises(InputError, match=f"leaves out {left_out}"):
-        TOKENIZER.render_demonstration([user(question), said("") | message])
+        render_demonstration(TOKENIZER, [user(question), said("") | message])
 
 
 @pytest.mark.parametrize(
@@ -428,8 +429,8 @@ def test_generation_blocks_choose_what_is_learned(tmp_path):
     tokenizer = of_template(tmp_path / "model", marked)
     assert learned(tokenizer, said("4"), user("?"), said("x")) == "4x"
     assert (
-        tokenizer.render_demonstration([user("a"), said("b")])[0]
-        == TOKENIZER.render_demonstration([user("a"), said("b")])[0]
+        render_demonstration(tokenizer, [user("a"), said("b")])[0]
+        == render_demonstration(TOKENIZER, [user("a"), said("b")])[0]
     )
 
 
@@ -483,7 +484,7 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path, role):
     left_out = {"role": role, "content": "5"}
     messages = [left_out, user("?")] if role == "system" else [user("?"), said("a"), left_out]
     with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
-        tokenizer.render_demonstration([*messages, said("b")])
+        render_demonstration(tokenizer, [*messages, said("b")])
     with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
         tokenizer.continue_after([], [left_out])
 
@@ -503,9 +504,9 @@ HOISTED = (  # DeepSeek's way
 def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path, template, messages):
     tokenizer = of_template(tmp_path / "model", template)
     refused = "leaves out messages of role system" if template == FIRST_ONLY else "changes earlier messages"
-    assert tokenizer.render_demonstration([SYSTEM, user("q"), said("a")])
+    assert render_demonstration(tokenizer, [SYSTEM, user("q"), said("a")])
     with pytest.raises(InputError, match=refused):
-        tokenizer.render_demonstration([user("q"), said("a"), *messages, said("b")])
+        render_demonstration(tokenizer, [user("q"), said("a"), *messages, said("b")])
     with pytest.raises(InputError, match=refused):
         tokenizer.continue_after([*tokenizer.encode("a"), tokenizer.eos_id], messages)
 
@@ -513,7 +514,7 @@ def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path, templ
 def test_a_second_system_message_that_the_template_leaves_out_is_refused(tmp_path):
     tokenizer = of_template(tmp_path / "model", FIRST_ONLY)
     with pytest.raises(InputError, match="leaves out messages of role system"):
-        tokenizer.render_demonstration([SYSTEM, SYSTEM, user("q"), said("a")])
+        render_demonstration(tokenizer, [SYSTEM, SYSTEM, user("q"), said("a")])
 
 
 ANSWERS_OF_CALLS = CHATML.replace(  # Gemma 4's way: a call writes the answers that follow it

@@ -30,6 +30,7 @@ from tests.support.looking_back import LOOKING_BACK, TEMPLATES
 from tests.support.templates import model_folder
 from volley_serving.dialects.prompts import render
 from volley_serving.dialects.records import Asked
+from volley_supervised.conversations.rendering import render_demonstration
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bridges" / "verl"))
 
@@ -221,12 +222,12 @@ def check_trained(trajectory, prompts, outputs):
 
 def check_demonstration(case, messages, tools, trajectory):
     """It has the rollout's tokens; if those are several sequences, only the last answer can be learned."""
-    found = ours(case.tokenizer.render_demonstration, messages, tools)
+    found = ours(render_demonstration, case.tokenizer, messages, tools)
     if isinstance(found, InputError):
         assert "the chat template" in found.detail
         assert trajectory.branches or "role tool" in found.detail, found
         last = [i == len(messages) - 1 for i in range(len(messages))]
-        found = ours(case.tokenizer.render_demonstration, messages, tools, last)
+        found = ours(render_demonstration, case.tokenizer, messages, tools, last)
         if isinstance(found, InputError):
             return
     else:

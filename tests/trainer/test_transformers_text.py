@@ -14,8 +14,11 @@ import transformers
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
 from shared.models.continuation import HistoryChanged
-from shared.models.messages import read_messages, with_reasoning
+from shared.models.messages import with_reasoning
 from tests.support.templates import model_folder, published, tiny_folder, write_json
+from volley_serving.templates.messages import read_messages
+from volley_serving.templates.prompts import check_variables, render_unfinished
+from volley_supervised.conversations.rendering import render_demonstration
 
 transformers.logging.set_verbosity_error()
 PARTS = ("idefics3", "llava_next", "smolvlm")  # write the text of parts only
@@ -130,7 +133,7 @@ def test_an_unfinished_message_is_that_of_transformers(name, pairs):
     n_compared = 0
     for case, (messages, tools) in UNFINISHED.items():
         expected = theirs(reference, name, messages, tools, continue_final_message=True, return_dict=False)
-        found = ours(tokenizer.render_unfinished, messages, tools or ())
+        found = ours(render_unfinished, tokenizer, messages, tools or ())
         assert isinstance(found, InputError) if expected is None else found == expected, case
         n_compared += expected is not None
     assert n_compared >= 5
@@ -146,7 +149,7 @@ VARIABLES = [
 
 
 def rendered_with(tokenizer, variables, messages, tools, *, header):
-    tokenizer.check_variables(variables)
+    check_variables(tokenizer, variables)
     return tokenizer.with_variables(variables).render_prompt(messages, tools, header=header)
 
 
@@ -198,7 +201,7 @@ def test_demonstrations_are_what_transformers_renders(name, pairs):
     n_compared = 0
     for case, (messages, tools) in CONVERSATIONS.items():
         whole = theirs(reference, name, messages, tools, return_dict=False)
-        found = ours(tokenizer.render_demonstration, messages, tools or ())
+        found = ours(render_demonstration, tokenizer, messages, tools or ())
         if isinstance(found, InputError):
             changed = isinstance(found, HistoryChanged) and name.startswith("gptoss")  # the end of an answer
             assert whole is None or changed or is_left_out(reference, name, messages, tools), (case, found)
@@ -219,7 +222,7 @@ def test_what_is_learned_is_what_the_template_adds_to_the_prompt(name, pairs):
         messages, tools = CONVERSATIONS[case]
         prompt = theirs(reference, name, messages[:-1], tools, add_generation_prompt=True, return_dict=False)
         whole = theirs(reference, name, messages, tools, return_dict=False)
-        found = ours(tokenizer.render_demonstration, messages, tools or ())
+        found = ours(render_demonstration, tokenizer, messages, tools or ())
         if whole is None or isinstance(found, InputError) or whole[: len(prompt)] != prompt:
             continue
         ids, mask = found
@@ -234,7 +237,7 @@ def test_masks_are_those_of_generation_blocks(name, pairs):
         messages, tools = CONVERSATIONS[case]
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         whole = theirs(reference, name, messages, tools, **options)
-        found = ours(tokenizer.render_demonstration, messages, tools or ())
+        found = ours(render_demonstration, tokenizer, messages, tools or ())
         if whole is None or isinstance(found, InputError) or found[0] != whole["input_ids"][: len(found[0])]:
             continue
         (ids, mask), marks = found, whole["assistant_masks"]

@@ -22,6 +22,7 @@ from volley_data import defaults, sources, trial
 from volley_data.archive import PackedData, pack, plain_name
 from volley_data.functions import ToolFile, reward_of, tools_of
 from volley_data.rows import ColumnTypes, RowTasks, held_out, read, split_by
+from volley_serving.templates.prompts import leaves_out
 
 _SHARE, _TURNS_WITH_TOOLS = 0.1, 4
 _FOLDER, _NO_DATA = CACHE / "data", {"data": {"env": "rows"}}
@@ -101,7 +102,7 @@ def with_environment(
     loaded = configuration.load(config, overrides, given=given)
     folder = _model_of(loaded)
     loaded = defaults.of_environment(loaded, folder, plain_name(env))
-    if _is_agent(Path(env)) and ChatTokenizer(folder).leaves_out(defaults.ASKED, [defaults.TOOL]):
+    if _is_agent(Path(env)) and leaves_out(ChatTokenizer(folder), defaults.ASKED, [defaults.TOOL]):
         note = f"{loaded.config.model.path}: its chat template writes no tools, an agent's requests with `tools` fail"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, f"{note}; Qwen3's template writes them"))
     return loaded

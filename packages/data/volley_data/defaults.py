@@ -15,6 +15,8 @@ from shared.models.config import ModelConfig
 from volley.choices import is_given
 from volley_data.rows import RowTasks, longest
 from volley_launch.planning import automatic
+from volley_serving.templates.answers import AnswerRenderer
+from volley_serving.templates.prompts import leaves_out
 
 _MEASURED = 64
 _STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
@@ -99,9 +101,9 @@ def describes_tools(folder: Path) -> bool:
     Raises ConfigError if the template writes calls otherwise than the environment reads them.
     """
     tokenizer = ChatTokenizer(folder)
-    if tokenizer.leaves_out(ASKED, [TOOL]):
+    if leaves_out(tokenizer, ASKED, [TOOL]):
         return True
-    form = tokenizer.call_form(ASKED, [TOOL])
+    form = AnswerRenderer(tokenizer).call_form(ASKED, [TOOL])
     if form.end is None or "<tool_call>" not in form.start:
         shown = f"{form.start}…"
         raise ConfigError(

@@ -21,6 +21,7 @@ from tests.support.templates import model_folder, published, tiny_folder
 from volley_serving.dialects.grammars import AnswerGrammar
 from volley_serving.dialects.prompts import render
 from volley_serving.dialects.records import Asked
+from volley_serving.templates.answers import AnswerRenderer
 
 TINY_TEMPLATE = json.loads((Path(SETTINGS.engine.model_path) / "tokenizer_config.json").read_text("utf-8"))[
     "chat_template"
@@ -233,7 +234,7 @@ def test_the_form_of_a_call_is_the_templates(tmp_path: Path, name: str) -> None:
     tokenizer = ChatTokenizer(model_folder(tmp_path / name, published()[name]))
     tools = CHAT["tools"]
     try:
-        form = tokenizer.call_form(QUESTION, tools)
+        form = AnswerRenderer(tokenizer).call_form(QUESTION, tools)
     except InputError:
         assert "tool_calls" not in published()[name]
         return

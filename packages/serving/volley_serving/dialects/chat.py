@@ -11,7 +11,6 @@ from pydantic.config import JsonDict
 
 from shared.errors import InputError, VolleyError
 from shared.models.chat import ChatTokenizer
-from shared.models.messages import read_messages
 from volley_serving.dialects.choices import read_format, read_tool_choice
 from volley_serving.dialects.errors import openai_error
 from volley_serving.dialects.events import event
@@ -27,6 +26,7 @@ from volley_serving.dialects.records import (
     Sampled,
     Usage,
 )
+from volley_serving.templates.messages import read_messages
 
 _EXAMPLE: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shared.models.turns import CallForm
+from volley_serving.templates.answers import CallForm
 
 
 @dataclass(frozen=True, slots=True)

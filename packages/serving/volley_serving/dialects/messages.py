@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 from shared.errors import InputError
-from shared.models.messages import kind, read_messages
 from volley_serving.dialects.choices import read_format, read_tool_choice
 from volley_serving.dialects.fields import MESSAGES_NEUTRAL, honoured
 from volley_serving.dialects.openai_body import MAX_TOP_K
 from volley_serving.dialects.records import Asked, Sampling
+from volley_serving.templates.messages import kind, read_messages
 
 _EXAMPLE: JsonDict = {"max_tokens": 8, "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

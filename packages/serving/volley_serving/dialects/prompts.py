@@ -13,6 +13,8 @@ from volley_serving.dialects.choices import function_names
 from volley_serving.dialects.grammars import AnswerGrammar
 from volley_serving.dialects.reading import END_THINK, THINK
 from volley_serving.dialects.records import Asked
+from volley_serving.templates.answers import AnswerRenderer
+from volley_serving.templates.prompts import check_variables, leaves_out, render_unfinished
 
 _TAIL = 16  # tokens
 _NO_THOUGHTS = f"\n{END_THINK}\n\n"
@@ -38,13 +40,13 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     messages, tools = asked.messages, asked.tools
     if variables := variables_of(asked, tokenizer):
         tokenizer = tokenizer.with_variables(variables)
-    if tokenizer.leaves_out(messages, tools):
+    if leaves_out(tokenizer, messages, tools):
         raise InputError(
             "tools: the model's chat template does not write tools into the prompt",
             "describe them in a system message, or serve a model whose template knows tools",
         )
     if asked.continues:
-        return Prompt(tokenizer.render_unfinished(messages, tools))
+        return Prompt(render_unfinished(tokenizer, messages, tools))
     ids = tokenizer.render_prompt(messages, tools, header=asked.header)
     if asked.tool_choice == "required":
         call = begin_call(asked, tokenizer)
@@ -55,7 +57,7 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     lines = list[str]()
     if asked.reads_calls:
         function_names(tools)
-        form = tokenizer.call_form(messages, tools)
+        form = AnswerRenderer(tokenizer).call_form(messages, tools)
         if form.end is None:
             raise InputError(
                 "the chat template writes calls that no grammar can describe beside a format of the answer"
@@ -69,7 +71,7 @@ def begin_call(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
 
     It follows the header of the answer. Raises InputError if the chat template writes no calls.
     """
-    name, tools, form = asked.tool_name, asked.tools, tokenizer.call_form(asked.messages, asked.tools)
+    name, tools, form = asked.tool_name, asked.tools, AnswerRenderer(tokenizer).call_form(asked.messages, asked.tools)
     if name is not None:
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
     text = (form.start if name is None else form.start + name + form.between).rstrip(" ")
@@ -91,11 +93,11 @@ def variables_of(asked: Asked, tokenizer: ChatTokenizer) -> dict[str, Any]:
 
     A template without `enable_thinking` is not asked to think, or not to.
     """
-    tokenizer.check_variables(asked.variables)
+    check_variables(tokenizer, asked.variables)
     variables = dict[str, Any]()
-    if asked.thinking is not None and tokenizer.reads_variable(_THINKING):
+    if asked.thinking is not None and _THINKING in tokenizer.templates.names:
         variables[_THINKING] = asked.thinking
-    if tokenizer.reads_variable(_EFFORT):
+    if _EFFORT in tokenizer.templates.names:
         variables |= {_EFFORT: asked.effort} if asked.effort else {}
     elif asked.effort not in (None, "none", "medium"):
         raise InputError(

@@ -40,7 +40,8 @@ class Asked:
     """Request of a client, the same for every dialect.
 
     Attributes:
-        messages: conversation as `shared.models.messages.read_messages` returns it; empty for text completions.
+        messages: conversation as `volley_serving.templates.messages.read_messages` returns it; empty for text
+            completions.
         prompts: prompts of text completions, as text or token ids.
         tools: in OpenAI's shape, {"type": "function", "function": {"name", "parameters", …}}.
         tool_name: the function that must be called; only with `tool_choice` "required".

@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 from shared.errors import InputError
-from shared.models.messages import kind, read_messages
 from volley_serving.dialects.choices import read_format, read_tool_choice
 from volley_serving.dialects.fields import RESPONSES_NEUTRAL, honoured
 from volley_serving.dialects.openai_body import MAX_TOP_K, MAX_TOP_LOGPROBS
 from volley_serving.dialects.records import Asked, Sampling
+from volley_serving.templates.messages import kind, read_messages
 
 LOGPROBS = "message.output_text.logprobs"
 _EXAMPLE: JsonDict = {"input": "What is 2 + 2?", "max_output_tokens": 8}

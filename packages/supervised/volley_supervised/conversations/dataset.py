@@ -17,8 +17,10 @@ import numpy as np
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
+from volley_serving.templates.prompts import leaves_out
 from volley_supervised.conversations.flags import is_row_learned
 from volley_supervised.conversations.formats import Conversation, conversation, preference_pair, unread
+from volley_supervised.conversations.rendering import render_demonstration
 
 type TooLong = Literal["error", "drop", "truncate"]
 type Kind = Literal["conversations", "pairs"]
@@ -135,7 +137,7 @@ def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> 
             found = (pair.chosen, pair.rejected)
         example = tuple(_sequence(tokenizer, one) for one in found)
         noted = {
-            "without_tools": _variant(tokenizer, found[0]).leaves_out(found[0].messages, found[0].tools),
+            "without_tools": leaves_out(_variant(tokenizer, found[0]), found[0].messages, found[0].tools),
             "prompt_repeated": found[0].repeats_prompt,
             "prompt_kept": found[0].keeps_prompt,
         }
@@ -145,7 +147,7 @@ def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> 
 
 
 def _sequence(tokenizer: ChatTokenizer, given: Conversation) -> TokenSequence:
-    ids, mask = _variant(tokenizer, given).render_demonstration(given.messages, given.tools, given.learned)
+    ids, mask = render_demonstration(_variant(tokenizer, given), given.messages, given.tools, given.learned)
     return TokenSequence(np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
 
 

@@ -20,7 +20,8 @@ from itertools import pairwise
 from typing import Any
 
 from shared.errors import InputError
-from shared.models.messages import kind, parsed, read_messages, read_tools
+from shared.models.messages import parsed
+from volley_serving.templates.messages import kind, read_messages, read_tools
 from volley_supervised.conversations import flags
 from volley_supervised.conversations.prompts import divided, repeats, without_prompt
 

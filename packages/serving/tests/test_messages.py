@@ -3,7 +3,8 @@
 import pytest
 
 from shared.errors import InputError
-from shared.models.messages import arguments_of, read_messages, read_tools
+from shared.models.messages import arguments_of
+from volley_serving.templates.messages import read_messages, read_tools
 
 
 def call(**function):

@@ -6,6 +6,7 @@ import transformers
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from tests.support.templates import model_folder, write_json
+from volley_supervised.conversations.rendering import render_demonstration
 
 transformers.logging.set_verbosity_error()
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
@@ -96,25 +97,25 @@ def test_a_mask_is_that_of_transformers_on_what_the_assistant_says(name, tmp_pat
     n_marked = 0
     for messages in TALKS:
         whole = reference.apply_chat_template(messages, **OPTIONS)
-        ids, is_said = unmarked.render_demonstration(messages)
+        ids, is_said = render_demonstration(unmarked, messages)
         assert ids == whole["input_ids"][: len(ids)]
         expected = [mark * said for mark, said in zip(whole["assistant_masks"], is_said, strict=False)]
         n_marked += sum(expected)
         if any(expected):
-            assert tokenizer.render_demonstration(messages) == (ids, expected)
+            assert render_demonstration(tokenizer, messages) == (ids, expected)
             continue
         with pytest.raises(InputError, match="marks nothing"):
-            tokenizer.render_demonstration(messages)
+            render_demonstration(tokenizer, messages)
     assert n_marked
 
 
 def test_a_turn_that_is_not_to_be_learned_is_not_marked(tmp_path):
     _, tokenizer = both(tmp_path / "model", TURNS["all"])
-    ids, mask = tokenizer.render_demonstration(TALKS[1], (), [True, False, True, True, True, False])
+    ids, mask = render_demonstration(tokenizer, TALKS[1], (), [True, False, True, True, True, False])
     assert tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one]) == "five then<|im_end|>"
     _, tokenizer = both(tmp_path / "last", TURNS["last"])
     with pytest.raises(InputError, match="marks nothing"):
-        tokenizer.render_demonstration(TALKS[1], (), [True, True, True, True, True, False])
+        render_demonstration(tokenizer, TALKS[1], (), [True, True, True, True, True, False])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_reasoning_that_a_template_drops_from_earlier_turns_is_marked_like_its_t
         user("!"),
         assistant("c", reasoning_content="then"),
     ]
-    ids, mask = tokenizer.render_demonstration(messages)
+    ids, mask = render_demonstration(tokenizer, messages)
     assert tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one]) == expected
 
 
@@ -149,13 +150,13 @@ def test_blocks_whose_text_transformers_does_not_find_are_refused(turn, tmp_path
     marked = reference.decode([i for i, one in zip(whole["input_ids"], whole["assistant_masks"], strict=True) if one])
     assert "<|im_start|>" in marked or marked.isupper()
     with pytest.raises(InputError, match="transformers marks other text"):
-        tokenizer.render_demonstration(TALKS[1])
+        render_demonstration(tokenizer, TALKS[1])
 
 
 def test_a_character_of_several_tokens_is_marked_whole(tmp_path):
     """Transformers marks the first token of the last character."""
     reference, tokenizer = both(tmp_path / "model", TURNS["a part"])
     messages = [user("a"), assistant("数")]
-    ids, mask = tokenizer.render_demonstration(messages)
+    ids, mask = render_demonstration(tokenizer, messages)
     assert tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one]) == "数"
     assert sum(reference.apply_chat_template(messages, **OPTIONS)["assistant_masks"]) < sum(mask)

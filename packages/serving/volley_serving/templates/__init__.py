@@ -1,0 +1,1 @@
+"""Conversations of clients and of demonstrations: their messages, and how a chat template writes an answer."""
