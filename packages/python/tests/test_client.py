@@ -82,7 +82,7 @@ if sys.argv[2] == "without":
     sys.modules.update(dict.fromkeys(["jinja2", "omegaconf", "tokenizers", "yaml"]))
 from volley_client import Client
 from volley_client.shared.clients import env
-from volley_client.volley.runs import observing
+from volley_client.volley_python.diagnosis import observing
 from volley_client.volley_python.submissions import source, waiting
 
 client = Client(sys.argv[1])

@@ -33,7 +33,7 @@ class FleetReports:
         self._answered_in = 0
 
     async def report(self) -> Mapping[str, Any]:
-        """Describe the services (volley.runs.observing); `state` is that of the run."""
+        """Describe the services (volley_python.diagnosis.observing); `state` is that of the run."""
         async with self._lock:
             if time.monotonic() - self._asked >= _FLEET_S:
                 self._answer = await self._ask()

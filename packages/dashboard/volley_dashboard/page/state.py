@@ -14,7 +14,7 @@ def state_of(recorded: str, report: Mapping[str, Any], *, has_answered: bool) ->
 
     Args:
         recorded: state by the files; another one than `running` is final.
-        report: state of the services (volley.runs.observing.described).
+        report: state of the services (volley_python.diagnosis.observing.described).
         has_answered: the trainer has answered since the run was started.
     """
     if recorded != "running":
