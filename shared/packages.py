@@ -18,11 +18,14 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `services.rollout.api.generate`, `constraints` → `volley_serving.constraints.guides`,
                       `report` → `volley.reports.RunReports`, `live_display` →
                       `(max_steps) -> context manager` of a `volley.reporting.progress.ProgressDisplay`,
+                      `docs_page` → module with `ROLES` of the routes that its `add` adds to every service: the page
+                      `/docs` and its document,
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `diagnosis.run` → `(facts) -> facts`, which adds what waits for what to GET /runs/NAME,
                       `diagnosis.waits` → `(clients of services, state) -> sentence`,
                       `folder_survey` → `(RunFolder) -> None`, which refuses files that no run makes,
+                      `source_identity` → `(FoundSource, settings) -> (name, sha256)` of an environment in a file,
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
                       `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
@@ -91,10 +94,12 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("follow", "foreign_names", "model", "status", "upgrade"), "volley-rl-commands"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
-        ("run.dashboard", "run.trackers", "compare", "dashboard", "live_display", "report", "track", "trajectories"),
+        ("run.dashboard", "run.trackers", "compare", "dashboard", "docs_page", "live_display", "report", "track"),
         "volley-rl-dashboard",
     ),
+    "trajectories": "volley-rl-dashboard",
     **dict.fromkeys(("diagnosis.run", "diagnosis.waits", "folder_survey", "python_api"), "volley-rl-python"),
+    "source_identity": "volley-rl-python",
     "traces": "volley-rl-traces",
     **dict.fromkeys(("own_data", "own_data.options"), "volley-rl-data"),
     **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),

@@ -1,7 +1,7 @@
 """HTTP layer of all services: common routes, bodies and answers in JSON and msgpack, errors as problems.
 
 `/health` says that the process is alive, `/ready` that requests may be routed to it; neither needs a token, nor does
-the page `/docs`. Every other route requires a role (shared.web.access), which `shared.web.edge` checks.
+the page `/docs` of a package. Every other route requires a role (shared.web.access), which `shared.web.edge` checks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from shared import codec
+from shared import codec, packages
 from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, InputError, Unavailable, VolleyError
 from shared.process import offload, telemetry
 from shared.services_schema import Limits
-from shared.web import docs_page
 from shared.web.access import AccessTokens, Role, RoleTable
 from shared.web.edge import DirectRoute, Edge
 from shared.web.openapi import PROBLEMS
@@ -32,7 +31,6 @@ COMMON_ROLES = {
     "GET /health": Role.ANYONE,
     "GET /ready": Role.ANYONE,
     "GET /metrics": Role.VIEWER,
-    **docs_page.ROLES,
 }
 _MAX_ERRORS, _MAX_NAME = 10, 80
 _log = telemetry.Log("http")
@@ -65,11 +63,13 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    added = [*added_routes(title)]
+    added, page = [*added_routes(title)], packages.part("docs_page", required=False)
     declared = {**COMMON_ROLES, **(roles or {}), **{key: role for one in added for key, role in one.roles.items()}}
+    declared |= {} if page is None else page.ROLES
     app.state.websockets = any(key.startswith("WS ") for key in declared)
     app.add_middleware(Edge, limits=limits, tokens=tokens, roles=RoleTable(declared), direct=direct)
-    docs_page.add(app, declared, secured=tokens is not None)
+    if page is not None:
+        page.add(app, declared, secured=tokens is not None)
 
     @app.get("/health", tags=["common"])
     async def health() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from shared.web.access import AccessTokens, Role, RoleTable, read_secret, read_t
 from shared.web.http import COMMON_ROLES, create_app
 from shared.web.routes import added_routes
 from tests.support.tokens import write_private, write_tokens
+from volley_dashboard import docs_page
 from volley_serving.sglang import control
 from volley_tinker.server import records as tinker_records
 from volley_tinker.server import routes as tinker
@@ -203,7 +204,8 @@ def test_every_route_has_the_role_of_the_table(service: str) -> None:
     assert routes_of(make_app(service), [*routers, *(one.router for one in added)]) == {
         route for route in expected if not route.startswith("WS ")
     }
-    assert {**COMMON_ROLES, **roles, **{key: role for one in added for key, role in one.roles.items()}} == expected
+    declared = {**COMMON_ROLES, **docs_page.ROLES, **roles}
+    assert {**declared, **{key: role for one in added for key, role in one.roles.items()}} == expected
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,22 @@ from shared.web.http import COMMON_ROLES
 from tests.shared.test_access import SERVICES, make_app
 from tests.shared.test_connection import refused, serving_demo
 from volley_agents.sessions import routes as sessions
+from volley_dashboard import docs_page
 from volley_dashboard.page import app as dashboard
 from volley_dashboard.page.entrance import Entrance
 from volley_dashboard.page.runs import Runs
 
 TABLES = {**{name: roles for name, (_, roles) in SERVICES.items()}, "dashboard": dashboard.ROLES}
+COMMON = {**COMMON_ROLES, **docs_page.ROLES}
 ROUTES = [
     (service, *route.split())
     for service, roles in TABLES.items()
-    for route, role in {**COMMON_ROLES, **roles, **(sessions.ROLES if service == "orchestrator" else {})}.items()
+    for route, role in {
+        **COMMON_ROLES,
+        **docs_page.ROLES,
+        **roles,
+        **(sessions.ROLES if service == "orchestrator" else {}),
+    }.items()
     if role is Role.ANYONE
 ]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import orjson
 
 from shared.errors import ConfigError
-from shared.run.sources import MAX_BYTES
 from volley_data.functions import RewardFunction, ToolFile, dependencies_of, files_of, module_of
 from volley_data.rows import RowTasks, shrunk
+from volley_python.submissions.packing import MAX_BYTES
 
 ENTRY = "volley_rows:OwnRows"
 _TEMPLATE = Path(__file__).parent / "template"

@@ -15,7 +15,7 @@ import pytest
 from packages.sandbox.tests.harbor_service import harbor_settings
 from packages.sandbox.tests.harbor_tasks import TASK_TOML, sum_task
 from shared.errors import ConfigError, InputError
-from shared.run.sources import packed_folder
+from volley_python.submissions.packing import packed_folder
 from volley_sandbox.bridges.harbor.engines import logs_size
 from volley_sandbox.harbor.containers import PROGRAM, Containers
 from volley_sandbox.harbor.tasks import is_task_archive, read_tasks

@@ -16,7 +16,7 @@ from services.env.extension import Extension
 from services.env.settings import ConfiguredSource, EnvSettings
 from services.env.threads import ThreadRunner
 from shared.errors import ConfigError, InputError
-from shared.run.sources import content_of
+from volley_python.submissions.packing import content_of
 from volley_sandbox.backends.equipment import EquippingToolbox
 from volley_sandbox.backends.remote.site import open_access
 from volley_sandbox.harbor.containers import Containers, HarborSettings

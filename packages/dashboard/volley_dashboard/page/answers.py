@@ -13,7 +13,7 @@ from fastapi import BackgroundTasks, Request
 from fastapi.responses import Response
 
 from shared.errors import NotFound
-from shared.web.assets import Asset
+from volley_dashboard.assets import Asset
 
 _LEAST, _PAGE = 1024, "index.html"
 _CHECKED, _KEPT = {"Cache-Control": "no-cache"}, {"Cache-Control": "max-age=31536000, immutable"}

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from shared.errors import ConfigError
-from shared.run.sources import MAX_BYTES, packed_folder
+from volley_python.submissions.packing import MAX_BYTES, packed_folder
 
 STDIN = Path("-")
 _ZIP_MARKS = (b"PK\x03\x04", b"PK\x05\x06")

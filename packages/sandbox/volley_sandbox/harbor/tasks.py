@@ -15,7 +15,7 @@ from typing import Any
 
 from services.env.episode_types import EVAL, TRAIN
 from shared.errors import InputError
-from shared.run.sources import TASK_FILE, TASK_PARTS
+from volley_python.submissions.packing import TASK_FILE, TASK_PARTS
 
 MAX_INSTRUCTION = 2**18
 """Characters of an instruction."""

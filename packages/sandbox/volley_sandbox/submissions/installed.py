@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from shared.errors import ConfigError, InputError, NotFound
-from shared.run.sources import content_of, find
+from shared.run.sources import find
+from volley_python.submissions.packing import content_of
 from volley_sandbox.sandbox.packages.archives import ENTRY_GROUP
 
 

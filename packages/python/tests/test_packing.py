@@ -14,7 +14,8 @@ import yaml
 from shared import config
 from shared.errors import ConfigError
 from shared.run import pinned
-from shared.run.sources import FoundSource, content_of, find, is_source
+from shared.run.sources import FoundSource, find, is_source
+from volley_python.submissions.packing import content_of
 
 SOURCE = "class Mine:\n    pass\n"
 

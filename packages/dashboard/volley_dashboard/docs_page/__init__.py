@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
 from shared.web.access import Role
-from shared.web.assets import Asset, asset
+from volley_dashboard.assets import Asset, asset
 
 _OWN = Path(__file__).parent
 _POLICY = "; ".join(

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from shared.services_schema import Limits
-from shared.web import docs_page
 from shared.web.access import Role
 from shared.web.http import COMMON_ROLES, create_app
 from shared.web.routes import added_routes
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 from tests.shared.test_access import SERVICES, TOKENS, make_app
+from volley_dashboard import docs_page
 
 TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".png": "image/png"}
 
@@ -53,7 +53,7 @@ def test_every_operation_says_which_role_it_asks_for(service):
     document = make_app(service).openapi()
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     added = {key: role for one in added_routes(service) for key, role in one.roles.items()}
-    roles = {**COMMON_ROLES, **SERVICES[service][1], **added}
+    roles = {**COMMON_ROLES, **docs_page.ROLES, **SERVICES[service][1], **added}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             role = roles[f"{method.upper()} {path}"]
