@@ -33,6 +33,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `findings` → `(RunConfig) -> Iterable[str]`, sentences on settings of the core without effect,
                       `external_checks` → `(RunConfig) -> Awaitable[None]`, which checks services that run elsewhere,
                       `foreign_names` → `shared.hints.ForeignNames`, what other trainers call settings,
+                      `model_download` → `(hub id, patterns, with weights) -> folder`,
+                      `model_refusals` → `(model_type) -> reason | None`,
+                      `rule_text` → `(key, name, base folder) -> text` of a rule of the user,
                       `training_memory` → `(RunConfig, ModelConfig) -> services.trainer.backend.memory.PlannedMemory`,
                       `curriculum` → `(CurriculumConfig, EnvironmentTallies, names) -> Curriculum`
                       (services.orchestrator.mixture.mixture),
@@ -80,7 +83,9 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
-    **dict.fromkeys(("own", "rae", "reinforce_plus_plus", "rule_checks", "sao", "sapo"), "volley-rl-algorithms"),
+    **dict.fromkeys(
+        ("own", "rae", "reinforce_plus_plus", "rule_checks", "rule_text", "sao", "sapo"), "volley-rl-algorithms"
+    ),
     **dict.fromkeys(
         ("adaptive_concurrency", "curriculum", "generation_policy", "teachers", "teachers.check"),
         "volley-rl-algorithms",
@@ -92,6 +97,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
     **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),
     **dict.fromkeys(("follow", "foreign_names", "model", "status", "upgrade"), "volley-rl-commands"),
+    **dict.fromkeys(("model_download", "model_refusals"), "volley-rl-commands"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
         ("run.dashboard", "run.trackers", "compare", "dashboard", "docs_page", "live_display", "report", "track"),

@@ -8,7 +8,7 @@ the output of `to_hf`, so a key that is not named here has no effect on either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, cast
@@ -16,12 +16,12 @@ from typing import Any, Self, cast
 import numpy as np
 import orjson
 
+from shared import packages
 from shared.errors import ConfigError
 from shared.models import rope
 from shared.models.families import families, supported
 from shared.models.family import FULL, Family
 from shared.models.family_parts import AttentionConfig, Experts, Latent
-from shared.models.refused import reason
 from shared.models.rope import Llama3Scaling
 from shared.models.values import boolean, number, shorten, size, unsupported
 from shared.routing import RoutingShape
@@ -216,8 +216,8 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
     """Check that the family is supported and fits `architectures`. Raises ConfigError."""
     named = raw.get("model_type", "qwen3")
     if not isinstance(named, str) or named not in families():
-        why = reason(named)
-        raise unsupported("model_type", named, where, why=why)
+        reason: Callable[[object], str | None] | None = packages.part("model_refusals", required=False)
+        raise unsupported("model_type", named, where, why=None if reason is None else reason(named))
     architectures = raw.get("architectures")
     if architectures not in (None, [families()[named].architecture]):
         raise ConfigError(

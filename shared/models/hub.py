@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 
 import orjson
 
-from shared import config
+from shared import config, packages
 from shared.errors import ConfigError
 from shared.files import storage
 from shared.models import content, origin
 from shared.models.origin import ORIGIN, Origin
-from shared.models.weight_files import ADAPTER, INDEX, WEIGHTS, check_random, shard_names, weight_files
+from shared.models.weight_files import ADAPTER, check_random, weight_files
 from shared.run import checkpoint_files, trust
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.visible import quoted
 
-_SMALL = ["*.json", "*.jinja", "*.txt"]
+SMALL = ["*.json", "*.jinja", "*.txt"]
+"""Patterns of the files of a model\'s folder that are not weights."""
 _INDEX = "*.index.json"  # of weights, which are not copied
 
 
@@ -50,19 +52,8 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
         )
     if path.startswith((".", "/")) or path.count("/") != 1 or folder.parent.is_dir():
         raise ConfigError(f"model.path {path} is no folder", _local_hint(folder))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        found = Path(snapshot_download(path, allow_patterns=[*_SMALL, WEIGHTS] if weights else _SMALL))
-        if weights and not (found / WEIGHTS).is_file() and (found / INDEX).is_file():
-            snapshot_download(path, allow_patterns=[*_SMALL, *shard_names(found)])
-        return found
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {path} is no folder, and {_why(error)}",
-            _hint(path),
-        ) from error
+    download: Callable[[str, Sequence[str], bool], Path] = packages.part("model_download")
+    return download(path, SMALL, weights)
 
 
 def _local_hint(missing: Path) -> str:
@@ -74,25 +65,6 @@ def _local_hint(missing: Path) -> str:
         path = missing if missing.parent.name else Path("models") / missing
         return f"`volley model get smollm2 {quoted(path)}` makes a model of that name; then name {quoted(path)}"
     return "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
-
-
-def _why(error: Exception) -> str:
-    """Say why huggingface.co gave no model."""
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    if isinstance(error, LocalEntryNotFoundError):
-        return "it cannot be downloaded: huggingface.co does not answer, and no copy is kept here"
-    if isinstance(error, GatedRepoError):
-        return "huggingface.co gives it only to accounts that were admitted (HF_TOKEN names one)"
-    if isinstance(error, RepositoryNotFoundError):
-        return "huggingface.co has no model of that name"
-    return f"it could not be downloaded: {type(error).__name__}"
-
-
-def _hint(path: str) -> str:
-    if "smollm2" in path.lower():
-        return f"`volley model get smollm2 {quoted(path)}` makes this folder"
-    return f"check the name and the network; if {path} is a folder, give its whole path"
 
 
 def check_weights(run: RunConfig) -> None:
@@ -164,7 +136,7 @@ def _model_inside(folder: RunFolder, run: RunConfig) -> Path:
 
 def copy_small(source: Path, target: Path) -> None:
     """Copy the files of a model's folder without the weights: configurations, tokenizer, chat template."""
-    for pattern in _SMALL:
+    for pattern in SMALL:
         for file in source.glob(pattern):
             if not file.match(_INDEX) and file.name != ORIGIN:
                 shutil.copy(file, target / file.name)

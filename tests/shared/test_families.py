@@ -12,9 +12,9 @@ from shared.models import names
 from shared.models.config import ModelConfig
 from shared.models.families import families, supported
 from shared.models.family import FULL, SLIDING, Family
-from shared.models.refused import reason
 from tests.support import decoder_reference, imaginary_family, models
 from tests.support import families as cases
+from volley_commands.refused_models import reason
 
 
 def test_every_family_has_log_probabilities_of_transformers() -> None:
