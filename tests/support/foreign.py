@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.uv import find_uv
+from volley_python.installing.uv import find_uv
 
 FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "foreign"
 INSTALL_S = 600.0

@@ -22,9 +22,9 @@ import orjson
 
 from shared import config
 from shared.errors import ConfigError, VolleyError
-from shared.process.uv import run_uv
 from volley.layout import CACHE, PROJECT, python_of, variables_of
 from volley_launch.planning.devices import DEVICES
+from volley_python.installing.uv import run_uv
 
 _TIMEOUT_S = 3600
 _GIB = 2**30

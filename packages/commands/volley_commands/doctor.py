@@ -18,13 +18,13 @@ import orjson
 from shared import packages
 from shared.errors import ConfigError, VolleyError
 from shared.process import host_memory
-from shared.process.uv import find_uv
 from shared.services import SERVICES
 from volley.layout import installing, is_unmade, python_of
 from volley.printing import join_lines, print_result
 from volley.reporting.working import working
 from volley.wheel import DISTRIBUTION
 from volley_launch.accelerators import Kind, backend, find_accelerators
+from volley_python.installing.uv import find_uv
 
 type Level = Literal["ok", "note", "problem"]
 

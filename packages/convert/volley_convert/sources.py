@@ -11,11 +11,11 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.models.config import CONFIG, ModelConfig
 from shared.models.weight_files import ADAPTER
-from shared.process.uv import run_uv
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import print_lines
 from volley.reporting.working import working
+from volley_python.installing.uv import run_uv
 
 _DOWNLOAD_S = 1800
 

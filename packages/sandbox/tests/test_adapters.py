@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.process.uv import find_uv
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.support.submitted import decided, opened
+from volley_python.installing.uv import find_uv
 from volley_sandbox.sandbox.packages.dependencies import PYPI
 
 _UPSTREAM = """

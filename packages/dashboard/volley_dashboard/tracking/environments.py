@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.process.foreign import python_with
-from shared.process.uv import INDEX
 from volley.layout import CACHE
+from volley_python.installing.foreign import python_with
+from volley_python.installing.uv import INDEX
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboardx>=2.6,<3",),

@@ -25,8 +25,8 @@ import orjson
 
 from shared.errors import Busy, Forbidden, SandboxLost, Unavailable
 from shared.process import telemetry
-from shared.process.foreign import python_with
 from shared.services_schema import HarborSection
+from volley_python.installing.foreign import python_with
 from volley_sandbox import wire
 from volley_sandbox.bridges.harbor.engines import ENGINES
 from volley_sandbox.sandbox.repeated_call import WAIT_S

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import InputError, TooLarge, Unavailable
-from shared.process.uv import find_uv
+from volley_python.installing.uv import find_uv
 from volley_sandbox.sandbox.packages.toml import read_toml
 from volley_sandbox.sandbox.process import workspace
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.process.uv import INDEX, run_uv
+from volley_python.installing.uv import INDEX, run_uv
 
 _INSTALL_S = 900
 

@@ -1,0 +1,1 @@
+"""Install packages of Python beside those of the project."""
