@@ -11,7 +11,7 @@ from shared.visible import quoted
 
 
 def download(path: str, small: Sequence[str], weights: bool) -> Path:
-    """Return the folder of a hub id with the files that match `small`, and the weights if wanted. Raises ConfigError."""
+    """Return the folder of a hub id with the files that match `small`, and weights if wanted. Raises ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
