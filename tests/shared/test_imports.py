@@ -41,8 +41,11 @@ CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "id
 QUEUE = {"cryptography", "hiredis", "redis", "zstandard"}
 CHAT = {"jinja2", "markupsafe", "tokenizers"}
 ALLOWED = {
-    ("env", "sokoban"): COMMON | SOCKETS | {"volley_environments", "volley_sandbox", "volley_serving"},
-    ("env", "frozen_lake"): COMMON | SOCKETS | GYMNASIUM | {"volley_environments", "volley_sandbox", "volley_serving"},
+    ("env", "sokoban"): COMMON | SOCKETS | {"volley_environments", "volley_python", "volley_sandbox", "volley_serving"},
+    ("env", "frozen_lake"): COMMON
+    | SOCKETS
+    | GYMNASIUM
+    | {"volley_environments", "volley_python", "volley_sandbox", "volley_serving"},
     ("orchestrator", "frozen_lake"): COMMON | CLIENTS | QUEUE | CHAT | {"volley_agents", "volley_serving"},
 }
 """By service and environment, the packages it may import; who adds one has looked what its import costs."""
