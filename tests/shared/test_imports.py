@@ -40,12 +40,14 @@ GYMNASIUM = {"cloudpickle", "farama_notifications", "gymnasium"}
 CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
 QUEUE = {"cryptography", "hiredis", "redis", "zstandard"}
 CHAT = {"jinja2", "markupsafe", "tokenizers"}
+FILES = {"volley_data", "volley_python"}
+"""Packages that read files of tasks, and environments in files."""
 ALLOWED = {
-    ("env", "sokoban"): COMMON | SOCKETS | {"volley_environments", "volley_python", "volley_sandbox", "volley_serving"},
+    ("env", "sokoban"): COMMON | SOCKETS | {*FILES, "volley_environments", "volley_sandbox", "volley_serving"},
     ("env", "frozen_lake"): COMMON
     | SOCKETS
     | GYMNASIUM
-    | {"volley_environments", "volley_python", "volley_sandbox", "volley_serving"},
+    | {*FILES, "volley_environments", "volley_sandbox", "volley_serving"},
     ("orchestrator", "frozen_lake"): COMMON | CLIENTS | QUEUE | CHAT | {"volley_agents", "volley_serving"},
 }
 """By service and environment, the packages it may import; who adds one has looked what its import costs."""
