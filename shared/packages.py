@@ -51,6 +51,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
                       `services.trainer.backend.warm_start.WarmStarts`,
                       `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
+                      `record_checks` → `(RunFolder, run, DataSection, versions) -> object` whose `by_record` are checks
+                      of lines that the trainer is handed (services.trainer.records),
                       `environments` → `services.env.extension.Extension`, `env.processes` → `(EnvSettings) ->
                       services.env.processes.EnvironmentProcesses`, `sandbox_tier` → module that runs as
                       a program
@@ -118,7 +120,7 @@ OWNERS: Mapping[str, str] = {
         ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
         "volley-rl-supervised",
     ),
-    **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),
+    **dict.fromkeys(("verify", "replay", "fork", "reverify", "record_checks"), "volley-rl-proof"),
 }
 """Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -26,7 +26,6 @@ from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
-from services.trainer.record_checks import RecordChecks
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.status import TrainerStatus
@@ -49,7 +48,7 @@ from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
-from shared.run.folder import RunFolder
+from shared.run.folder import Record, RunFolder
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role, read_tokens
@@ -119,8 +118,7 @@ async def open_trainer(
             has_lost=lambda: publications.has_lost,
             sinks=sinks,
         )
-        checks = RecordChecks(folder, settings.run, config.data, environments.versions)
-        app = _app(settings, callers, status, parts.bucket, checks)
+        app = _app(settings, callers, status, parts.bucket, _record_checks(config, folder, environments))
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         yield RunningService(app, [TrainerWorker(plan, parts, status).run])
 
@@ -160,17 +158,23 @@ def _app(
     callers: AccessTokens | None,
     status: TrainerStatus,
     bucket: RunStore | None,
-    checks: RecordChecks,
+    checks: Mapping[Record, records.Check],
 ) -> FastAPI:
     """Build the HTTP application; the caller adds the state of `publishing`."""
     roles = ROLES | publishing.ROLES | records.ROLES
     app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
-    kept = records.RecordsState(RunFolder(settings.run_folder), checks=checks.by_record)
+    kept = records.RecordsState(RunFolder(settings.run_folder), checks=checks)
     app.state.status = status
     app.state.records = kept if bucket is None else replace(kept, check_open=bucket.check_open)
     for one in (router, publishing.router, records.router):
         app.include_router(one)
     return app
+
+
+def _record_checks(config: RunConfig, folder: RunFolder, environments: EnvClient) -> Mapping[Record, records.Check]:
+    """Return checks of lines that are handed over, by record; none if no package brings them."""
+    checks = packages.part("record_checks", required=False)
+    return {} if checks is None else checks(folder, config.run.name, config.data, environments.versions).by_record
 
 
 def _publisher(settings: TrainerSettings, redis: Redis, publications: Publications, token: str | None) -> Publisher:

@@ -9,7 +9,6 @@ import pytest
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
-from services.trainer.record_checks import RecordChecks
 from shared.clients.trainer import TrainerClient
 from shared.data_schema import DataSection
 from shared.errors import (
@@ -29,6 +28,7 @@ from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange, SplitSizes
 from tests.support.asgi import served
 from tests.support.records import records_app
+from volley_proof.records.checks import RecordChecks
 
 
 def folders(tmp_path):

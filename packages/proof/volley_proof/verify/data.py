@@ -17,9 +17,10 @@ from shared import codec
 from shared.data_schema import DataSection
 from shared.errors import DecodeError, VolleyError
 from shared.files.reading import confined, read_file, whole_lines
-from shared.run import checkpoint_files, evaluations, trust
+from shared.run import checkpoint_files, trust
 from shared.run.data import SOURCE, Digests, combined, differing, tree_digest
 from shared.run.folder import RunFolder
+from volley_proof.records import evaluations
 from volley_proof.verify.violation import Violation, ViolationKind
 
 _MOST_BYTES = 2**22

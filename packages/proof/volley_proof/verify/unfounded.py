@@ -1,6 +1,6 @@
 """Report lines of versions that no trainer made.
 
-They are among the lines that do not count (see shared.run.counted). shared.run.made says which versions were made; a
+They are among the lines that do not count (see shared.run.counted). `records.made` says which versions were made; a
 replaced trainer may write a metrics line late.
 """
 
@@ -16,12 +16,13 @@ from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError
 from shared.files.reading import whole_lines
-from shared.run import archive, counted, evaluations
+from shared.run import archive, counted
 from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED, Line
-from shared.run.made import MadeVersions
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
+from volley_proof.records import evaluations
+from volley_proof.records.made import MadeVersions
 from volley_proof.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 
 _MOST_READ = 100

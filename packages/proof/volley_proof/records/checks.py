@@ -9,23 +9,23 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
+from services.trainer.records import Check
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.data_schema import DataSection
 from shared.errors import DecodeError, InputError, NotFound, NotReady
-from shared.run import archive, commits, counted, evaluations
+from shared.run import archive, commits, counted
 from shared.run.data import differing
 from shared.run.folder import Record, RunFolder
 from shared.run.ledger import TRAINED
 from shared.run.ledger import parse as parse_end
-from shared.run.made import MadeVersions
 from shared.run.mixture import MixtureChange, TicketAssignment, parse, replayed
 from shared.run.shares import configured, weights_of
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
+from volley_proof.records import evaluations
+from volley_proof.records.made import MadeVersions
 
-type Check = Callable[[Sequence[bytes], Sequence[bytes]], Awaitable[None]]
-"""Gets the new and the present lines of a record, and raises InputError for a new line that is refused."""
 _FURTHEST = 10_000
 """Most tickets between the newest one that the trainer knows and the first one of a change of the mixture."""
 

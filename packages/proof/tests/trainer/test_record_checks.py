@@ -13,7 +13,6 @@ import pytest
 
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
-from services.trainer.record_checks import RecordChecks
 from shared.clients.trainer import TrainerClient
 from shared.data_schema import DataSection
 from shared.errors import InputError, NotReady
@@ -23,6 +22,7 @@ from tests.support import lies
 from tests.support.asgi import served
 from tests.support.records import records_app
 from tests.support.small_run import RUN
+from volley_proof.records.checks import RecordChecks
 from volley_proof.verify import command
 
 NEWEST = {"step": 5, "version_min": "e000002-s000005", "version_max": "e000002-s000005", "data": {"eval": "a"}}
