@@ -53,6 +53,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
                       `record_checks` → `(RunFolder, run, DataSection, versions) -> object` whose `by_record` are checks
                       of lines that the trainer is handed (services.trainer.records),
+                      `spot_checks.scorer` → `(Model, Scorer, temperature, BatchLayout) -> SpotScorer` and
+                      `spot_checks.servers` → `(TrainerBackend, TrainerStatus, Waiter, *, truncated) -> SpotChecks`
+                      (services.trainer.interfaces),
                       `environments` → `services.env.extension.Extension`, `env.processes` → `(EnvSettings) ->
                       services.env.processes.EnvironmentProcesses`, `sandbox_tier` → module that runs as
                       a program
@@ -120,7 +123,10 @@ OWNERS: Mapping[str, str] = {
         ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
         "volley-rl-supervised",
     ),
-    **dict.fromkeys(("verify", "replay", "fork", "reverify", "record_checks"), "volley-rl-proof"),
+    **dict.fromkeys(
+        ("verify", "replay", "fork", "reverify", "record_checks", "spot_checks.scorer", "spot_checks.servers"),
+        "volley-rl-proof",
+    ),
 }
 """Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 
 from services.trainer.groups.filters import starved
 from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
 from shared.outcomes import FilterRule
@@ -92,11 +91,8 @@ class TrainerBackend(Protocol):
         """
         ...
 
-    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
-        """Compare servers with the trainer on a share of the groups' episodes.
-
-        Only tokens of the present weights and of those before the newest step count.
-        """
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
+        """Return the result of `SpotScorer.compare` on a share of the groups' episodes."""
         ...
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
@@ -114,6 +110,33 @@ class TrainerBackend(Protocol):
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
         """Write the chunks of the present weights. `Collaborators.publish` then notifies the servers."""
+        ...
+
+
+class SpotScorer(Protocol):
+    """Scores episodes again, exactly, with the weights that sampled them (part `spot_checks.scorer`).
+
+    `learner` has the present weights, which do not change.
+    """
+
+    def keep(self, version: WeightVersion, learner: Any) -> None:
+        """Copy the weights, which a step is about to change."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the copy: the present weights are not those of the step after it."""
+        ...
+
+    def compare(self, held: Sequence[ReadyGroup], share: float, present: WeightVersion, learner: Any) -> list[Any]:
+        """Compare servers on a share of the episodes: tokens of the present weights and of those before the step."""
+        ...
+
+
+class SpotChecks(Protocol):
+    """Finds servers that compute something else than the weights they name (part `spot_checks.servers`)."""
+
+    async def check(self, groups: Sequence[ReadyGroup], present: WeightVersion) -> dict[str, Any]:
+        """Check the groups that were not here before; return fields for the step's line of metrics."""
         ...
 
 

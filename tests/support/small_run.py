@@ -25,7 +25,6 @@ from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups
 from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import PublishedVersion
@@ -159,7 +158,7 @@ class Weightless:
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         return [None for _ in held]
 
-    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
         return []
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:

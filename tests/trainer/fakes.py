@@ -21,7 +21,6 @@ from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.status import TrainerStatus
@@ -115,7 +114,7 @@ class FakeBackend:
         self.events.append(f"compare {[h.group.ticket for h in held]}")
         return [self.diffs.get(h.group.ticket, 0.0) if h.newest == present else None for h in held]
 
-    def spot_check(self, held: Any, present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, held: Any, present: WeightVersion) -> list[Any]:
         return []
 
     def effective_share(self, held: Any, present: WeightVersion) -> float:

@@ -21,7 +21,6 @@ from services.trainer.app import open_trainer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups, of_statistics
 from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import ModelPublications, ModelToPublish, PublishedVersion
@@ -133,7 +132,7 @@ class SimulatedBackend:
         """None for each group: this backend computes no log-probabilities."""
         return [None for _ in held]
 
-    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
         return []
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:

@@ -14,7 +14,6 @@ import orjson
 from services.trainer.backend.policy import PolicyBackend
 from services.trainer.backend.warm_start import WarmSteps
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
 from shared.run.checksums import Checksums
@@ -72,7 +71,7 @@ class LeadingBackend:
         arguments = {"groups": _payloads(held), "version": str(present)}
         return self._together("logprob_diffs", arguments, lambda: self._own.logprob_diffs(held, present))
 
-    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
         arguments = {"groups": _payloads(held), "version": str(present)}
         return self._together("spot_check", arguments, lambda: self._own.spot_check(held, present))
 

@@ -25,7 +25,6 @@ from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.shapes import micro_batch
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
 from services.trainer.models.family import Model
@@ -186,7 +185,7 @@ class PolicyBackend:
         assert self._policy is not None
         return self._policy.logprob_diffs(held, present)
 
-    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
         """See `Policy.spot_check`; `present` is the version of the present weights."""
         assert self._policy is not None
         return self._policy.spot_check(held, present)

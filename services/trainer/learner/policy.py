@@ -29,6 +29,7 @@ from services.trainer.batches.batch import (
 )
 from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
+from services.trainer.interfaces import SpotScorer
 from services.trainer.learner.baselines import Baselines
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
@@ -36,16 +37,15 @@ from services.trainer.learner.foreign import ForeignLearner, ForeignOptions, mak
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
-from services.trainer.learner.spot_check import SpotScorer
 from services.trainer.learner.token_views import MaskReader, effective_share, mean_difference, own, token_values
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
 from services.trainer.learner.training_rows import GroupRows, group_rows
 from services.trainer.metrics import step_metrics
-from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import CheckpointContents, HostArray
 from services.trainer.models.family import Model
 from services.trainer.publishing.publications import ModelToPublish
+from shared import packages
 from shared.run.checkpoint_files import Probe
 from shared.run.token_values import TokenValues
 from shared.types import WeightVersion
@@ -103,7 +103,9 @@ class Policy:
         self._model, self._options = model, options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
         self._scorer = Scorer(model, options.temperature)
-        self._spots = SpotScorer(self._scorer, options.layout)
+        self._spots: SpotScorer | None = None
+        if options.spot_checks:
+            self._spots = packages.part("spot_checks.scorer")(model, self._scorer, options.temperature, options.layout)
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)
         trained, frozen = divided(params_of(model))
         self._learner = _learner(model, options, trained, frozen)
@@ -140,7 +142,7 @@ class Policy:
         """
         batches, statistics = self._batches(ready, before)
         self._probed = None
-        if self._options.spot_checks:
+        if self._spots is not None and self._options.spot_checks:
             self._spots.keep(before, self._learner)
         updates = [self._update(batches, before.step) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
@@ -177,8 +179,10 @@ class Policy:
         """
         return [mean_difference(of_group) for of_group in self._compared(ready, present)]
 
-    def spot_check(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
         """Score a share of the episodes again, and compare servers with it; the weights do not change."""
+        if self._spots is None:
+            return []
         return self._spots.compare(ready, self._options.spot_checks, present, self._learner)
 
     def effective_share(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> float:
@@ -266,7 +270,8 @@ class Policy:
     def load(self, params: Mapping[str, HostArray], optimizer: Mapping[str, HostArray]) -> None:
         """Restore a checkpoint's trained float32 parameters and its optimizer state; the reference does not change."""
         self._probed = None
-        self._spots.forget()
+        if self._spots is not None:
+            self._spots.forget()
         self._learner.load_params(params)
         self.load_optimizer(optimizer)
 

@@ -88,33 +88,22 @@ class Scorer:
     """Scores tokens; compiled once for each shape, on the mesh of the model's parameters."""
 
     def __init__(self, model: Model, temperature: float) -> None:
-        self._mesh = model.embedder.input_embedding.get_value().sharding.mesh
+        self.mesh = model.embedder.input_embedding.get_value().sharding.mesh
         self._dtype, self._added_to_norms = model.config.dtype, float(model.described.family.norms_add_one)
-        self._rows = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*ROW_AXES))
+        self._rows = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*ROW_AXES))
         self._score, self._score_plain, self._score_exactly = (
-            jax.jit(score, out_shardings=replicated(self._mesh))
+            jax.jit(score, out_shardings=replicated(self.mesh))
             for score in (*(_scorer(published_by(model), t) for t in (temperature, 1.0)), _exact_scorer(model))
         )
-        self._scores_exactly = jax.jit(_exact_scores(model, temperature, "value"), out_shardings=replicated(self._mesh))
-        is_exact = model.config.dtype == jnp.float32 and self._mesh.devices.flat[0].platform == "cpu"
-        self._computes_exactly = is_exact and model.lora is None and model.described.routing is None
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Compute float32 [B, T]: log-probabilities of `batch.targets`."""
-        inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
-        with self._mesh:
-            return np.asarray(self._score(params, *inputs))
+        with self.mesh:
+            return np.asarray(self._score(params, *self.placed(batch)))
 
-    def compare(self, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Score `batch.targets`, as `logprobs`, in float32 from the parameters as published, and in the model's dtype.
-
-        Returns:
-            float32 [B, T] each: exact log-probabilities, the model's own, and the exact entropies in nats.
-        """
-        inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
-        with self._mesh:
-            exact, entropy = map(np.asarray, self._scores_exactly(self._published(params), *inputs))
-        return exact, exact if self._computes_exactly else self.logprobs(params, batch), entropy
+    def placed(self, batch: Batch) -> tuple[Any, ...]:
+        """Put what `Score` reads of a batch on the devices, sharded by rows."""
+        return placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
 
     def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Score ids[1:] (int32 [n]) given the ids before them, at temperature 1.
@@ -130,7 +119,7 @@ class Scorer:
         def score(used: Params) -> np.ndarray:
             return np.asarray(self._score_exactly(used, inputs, targets, None, None))[0]
 
-        with self._mesh, np.errstate(invalid="ignore", over="ignore"):  # if the weights compute non-finite numbers
+        with self.mesh, np.errstate(invalid="ignore", over="ignore"):  # if the weights compute non-finite numbers
             exact = score(published)
             nudged = np.stack([score(self._nudged(published, i)) - exact for i in range(_N_NUDGED)])
             if self._dtype == jnp.float32:
@@ -235,11 +224,11 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _exact_scorer(model: Model) -> Score:
     """Make an exact scorer at temperature 1."""
-    scores = _exact_scores(model, 1.0, "none")
+    scores = exact_scores(model, 1.0, "none")
     return lambda *given: scores(*given).logprobs
 
 
-def _exact_scores(model: Model, temperature: float, entropy: Entropy) -> Callable[..., TokenScores]:
+def exact_scores(model: Model, temperature: float, entropy: Entropy) -> Callable[..., TokenScores]:
     """Make a scorer that rounds matrices to the model's dtype, as published, and computes in float32.
 
     It takes the arguments of `Score`; vectors are used as they are (see `with_rounded_vectors`).

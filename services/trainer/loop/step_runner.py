@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
-from services.trainer.interfaces import TrainPlan
+from services.trainer.interfaces import SpotChecks, TrainPlan
 from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.recovery import LoggedSteps
 from services.trainer.loop.refusals import RefusedStep
 from services.trainer.loop.settlement import Settlement
-from services.trainer.loop.spot_checks import SpotChecks
 from services.trainer.metrics.lines import step_line
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
+from shared import packages
 from shared.errors import NonFinite, WeightsError
 from shared.process import telemetry, tracing
 from shared.run import checksums
@@ -54,8 +54,10 @@ class StepRunner:
         self._plan, self._parts, self._buffer = plan, parts, buffer
         self._settlement, self._status, self._waiter = settlement, status, waiter
         self._n_refused = 0  # refused steps in a row
-        checks = plan.checks_servers and not plan.forks  # the servers of a fork's groups are gone
-        self._spot_checks = SpotChecks(parts.backend, status, waiter, truncated=plan.truncated) if checks else None
+        self._spot_checks: SpotChecks | None = None
+        if plan.checks_servers and not plan.forks:  # the servers of a fork's groups are gone
+            opened = packages.part("spot_checks.servers")
+            self._spot_checks = opened(parts.backend, status, waiter, truncated=plan.truncated)
 
     async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> dict[str, float] | None:
         """Train the next step on `groups` and commit it.

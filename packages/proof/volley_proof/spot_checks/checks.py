@@ -10,11 +10,11 @@ from typing import Any
 
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.interfaces import TrainerBackend
-from services.trainer.metrics.spot_checks import ServerRecords, Suspicion
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.process import telemetry
 from shared.types import WeightVersion
+from volley_proof.spot_checks.servers import ServerRecords, Suspicion
 
 _log = telemetry.Log("spot_checks")
 

@@ -6,14 +6,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.batches.batch import BatchLayout, arranged, assembled, by_row, policy_rows
+from services.trainer.batches.batch import Batch, BatchLayout, arranged, assembled, by_row, policy_rows
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.learner.scoring import HOST, Scorer
+from services.trainer.learner.scoring import HOST, Scorer, exact_scores, with_rounded_vectors
 from services.trainer.learner.train_step import Params, PolicyLearner
-from services.trainer.metrics.spot_checks import ServerTokens
+from services.trainer.models.family import Model
+from services.trainer.models.sharding import replicated
 from shared.types import Trajectory, VersionSpan, WeightVersion
+from volley_proof.spot_checks.servers import ServerTokens
 
 
 class SpotScorer:
@@ -23,8 +26,12 @@ class SpotScorer:
     on the devices only while they score. Episodes are scored in whole micro-batches, because padding costs as much.
     """
 
-    def __init__(self, scorer: Scorer, layout: BatchLayout) -> None:
-        self._scorer, self._layout = scorer, layout
+    def __init__(self, model: Model, scorer: Scorer, temperature: float, layout: BatchLayout) -> None:
+        self._scorer, self._layout, self._dtype = scorer, layout, model.config.dtype
+        everywhere = replicated(scorer.mesh)
+        self._score_exactly = jax.jit(exact_scores(model, temperature, "value"), out_shardings=everywhere)
+        is_exact = self._dtype == jnp.float32 and scorer.mesh.devices.flat[0].platform == "cpu"
+        self._computes_exactly = is_exact and model.lora is None and model.described.routing is None
         self._former: tuple[WeightVersion, Params] | None = None
         self._due = 0.0  # episodes to score
 
@@ -72,9 +79,20 @@ class SpotScorer:
             return []
         parts = arranged(rows, self._layout, self._layout.n_micro(len(rows)))
         batches = assembled(rows, np.zeros(len(rows)), parts, self._layout.pad_id)
-        scored = [self._scorer.compare(params, batch) for batch in batches]
+        scored = [self._scores(params, batch) for batch in batches]
         tables = zip(*(by_row([one[i] for one in scored], rows, parts) for i in range(3)), strict=True)
         return [one for t in episodes for one in _of_episode(t, version, tables)]
+
+    def _scores(self, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Score `batch.targets` in float32 from the parameters as published, and in the model's dtype.
+
+        Returns:
+            float32 [B, T] each: exact log-probabilities, the model's own, and the exact entropies in nats.
+        """
+        published = with_rounded_vectors(params, self._dtype)
+        with self._scorer.mesh:
+            exact, entropy = map(np.asarray, self._score_exactly(published, *self._scorer.placed(batch)))
+        return exact, exact if self._computes_exactly else self._scorer.logprobs(params, batch), entropy
 
 
 def _of_episode(

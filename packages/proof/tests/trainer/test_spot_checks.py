@@ -11,14 +11,14 @@ import pytest
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.policy import Policy
-from services.trainer.loop.spot_checks import SpotChecks
-from services.trainer.metrics.spot_checks import ServerRecords, ServerTokens
 from services.trainer.status import TrainerStatus
 from shared.types import Trajectory, VersionSpan, WeightVersion
 from tests.support import decoder_reference
 from tests.trainer.support import group, model_of
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS
 from volley_dashboard.page.advice import advise
+from volley_proof.spot_checks.checks import SpotChecks
+from volley_proof.spot_checks.servers import ServerRecords, ServerTokens
 
 A, B = "http://a:8102", "http://b:8102"
 EVERY = replace(OPTIONS, spot_checks=1.0)

@@ -1,0 +1,1 @@
+"""Spot checks: episodes scored again by the trainer, to name rollout servers that compute something else."""
