@@ -51,6 +51,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
                       `services.trainer.backend.warm_start.WarmStarts`,
                       `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
+                      `checkpoint_check` → `(folder) -> None`, which compares a checkpoint with the log of its run,
                       `record_checks` → `(RunFolder, run, DataSection, versions) -> object` whose `by_record` are checks
                       of lines that the trainer is handed (services.trainer.records),
                       `spot_checks.scorer` → `(Model, Scorer, temperature, BatchLayout) -> SpotScorer` and
@@ -123,9 +124,9 @@ OWNERS: Mapping[str, str] = {
         ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
         "volley-rl-supervised",
     ),
+    **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),
     **dict.fromkeys(
-        ("verify", "replay", "fork", "reverify", "record_checks", "spot_checks.scorer", "spot_checks.servers"),
-        "volley-rl-proof",
+        ("checkpoint_check", "record_checks", "spot_checks.scorer", "spot_checks.servers"), "volley-rl-proof"
     ),
 }
 """Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""

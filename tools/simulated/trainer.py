@@ -59,10 +59,6 @@ class NumpyArrays:
         except ValueError as error:
             raise WeightsError(f"{folder} cannot be restored: {error}") from error
 
-    def checksums(self, folder: Path) -> Checksums:
-        """Empty: the log holds checksums of another kind for the simulated trainer."""
-        return {}
-
 
 class SimulatedBackend:
     """A `Backend` without a model. `params`: float32 by leaf name. The optimizer's state is its count of groups."""

@@ -22,11 +22,11 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from services.trainer.checkpoints.logged import check_log
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base
 from services.trainer.models.arrays import HostArray
 from services.trainer.models.initial_weights import safetensors_leaves
+from shared import packages
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin
@@ -150,7 +150,8 @@ def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, 
     """
     try:
         manifest, _ = states.verify(checkpoint)
-        check_log(checkpoint, OrbaxArrays())
+        if (check_log := packages.part("checkpoint_check", required=False)) is not None:
+            check_log(checkpoint)
         params = _whole(OrbaxArrays().read(checkpoint / manifest.path))
         if (found := manifest.adapter) is None or not merge:
             return manifest, params

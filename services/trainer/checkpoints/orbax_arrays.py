@@ -13,11 +13,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from services.trainer.checkpoints.parameters import checksums_of
 from services.trainer.checkpoints.stored_arrays import open_arrays
 from services.trainer.models.arrays import Arrays, HostArray
 from shared.run.array_files import os_error
-from shared.run.checksums import Checksums
 
 
 class OrbaxArrays:
@@ -47,10 +45,6 @@ class OrbaxArrays:
     def read(self, folder: Path) -> dict[str, HostArray]:
         """Open arrays, which are read when used. Raises WeightsError, and Unavailable if they cannot be read now."""
         return dict(open_arrays(folder))
-
-    def checksums(self, folder: Path) -> Checksums:
-        """Compute checksums of a checkpoint. Raises WeightsError, and Unavailable if it cannot be read now."""
-        return checksums_of(folder)
 
 
 def _handler(arrays: Arrays) -> ocp.PyTreeCheckpointHandler:

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.checkpoints.logged import check_log
 from services.trainer.models.arrays import (
     Array,
     ArrayFiles,
@@ -38,6 +37,7 @@ from services.trainer.models.arrays import (
     HostArray,
     RestoredCheckpoint,
 )
+from shared import packages
 from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
@@ -217,7 +217,8 @@ class CheckpointFolders:
             if checkpoint_files.digest(origin.checkpoint / checkpoint_files.MANIFEST) != origin.manifest:
                 raise WeightsError("its manifest has changed since the run was started")
             found = restore(origin.checkpoint, self._arrays)
-            check_log(origin.checkpoint, self._arrays)
+            if (check_log := packages.part("checkpoint_check", required=False)) is not None:
+                check_log(origin.checkpoint)
             return found
         except (WeightsError, Forbidden, OSError) as error:
             there = ", ".join(map(str, checkpoint_files.versions(origin.checkpoint.parent))) or "none"

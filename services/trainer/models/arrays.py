@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared.run.checkpoint_files import Adapter, Probe
-from shared.run.checksums import Checksums
 from shared.run.state import TrainerState
 
 
@@ -34,10 +33,6 @@ class ArrayFiles(Protocol):
 
     def read(self, folder: Path) -> dict[str, HostArray]:
         """Raises WeightsError if the folder does not hold arrays, Unavailable, and OSError."""
-        ...
-
-    def checksums(self, folder: Path) -> Checksums:
-        """Checksums of a whole checkpoint, for the log; empty for files of another kind. Raises as `read`."""
         ...
 
 

@@ -28,6 +28,7 @@ from shared.run.state import initial_state
 from tests.support import families, models
 from tests.support.tokenizer import FOLDER as TOKENIZER
 from volley_convert import export
+from volley_proof.checkpoints.parameters import checksums_of
 
 VERSION = "e000001-s000001"
 
@@ -93,7 +94,7 @@ def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_fr
     found = checkpoints.foreign(Origin("run", str(run.path), VERSION, checkpoint_files.digest(manifest_of(run))))
     manifest = checkpoint_files.read_manifest(found.folder)
     described = checksums.description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
-    told = {**OrbaxArrays().checksums(found.folder), "description": described}
+    told = {**checksums_of(found.folder), "description": described}
     line = {"step": 1, "version": VERSION, "checksums": told}
     run.metrics.write_bytes(orjson.dumps(line) + b"\n")
     load(run, checkpoints, tmp_path / "before", is_of_a_run=is_of_a_run)

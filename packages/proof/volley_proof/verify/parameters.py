@@ -26,8 +26,9 @@ from volley_proof.verify import budget
 from volley_proof.verify.checkpoints import RetainedCheckpoint
 from volley_proof.verify.violation import Violation, ViolationKind
 
-_ORBAX = f"{PARAMS}/manifest.ocdbt"
-_MODULE = "services.trainer.checkpoints.parameters"
+ORBAX = f"{PARAMS}/manifest.ocdbt"
+"""File of every checkpoint but those of the simulated trainer."""
+_MODULE = "volley_proof.checkpoints.parameters"
 _OF_ARRAYS = re.compile(r"[0-9a-f]{32}")
 """Format of the checksum of a trainer's arrays. The simulated trainer, with other files, uses another."""
 _START_S, _BYTES_A_SECOND = 20.0, 10**7
@@ -49,10 +50,10 @@ def check(
         if not _is_there(folder, one):
             continue
         expected = [theirs[PARAMS] for _, theirs in witnesses[one.version] if PARAMS in theirs]
-        if (folder.checkpoints / str(one.version) / _ORBAX).exists():
+        if (folder.checkpoints / str(one.version) / ORBAX).exists():
             readable |= {str(one.version): one} if expected else {}
         elif any(map(_OF_ARRAYS.fullmatch, expected)):
-            detail = f"it has no {_ORBAX}, but the log has a checksum of its parameters"
+            detail = f"it has no {ORBAX}, but the log has a checksum of its parameters"
             violations += [_of(folder, one, detail)] if _is_there(folder, one) else []
     missing = _not_compared(folder, [one for one in found if str(one.version) not in readable])
     if not readable:
@@ -70,7 +71,7 @@ def check(
 def _not_compared(folder: RunFolder, absent: Sequence[RetainedCheckpoint]) -> list[str]:
     """Sentences on retained checkpoints whose parameters cannot be compared."""
     names = [str(one.version) for one in absent if _is_there(folder, one)]
-    arrays = [name for name in names if (folder.checkpoints / name / _ORBAX).exists()]
+    arrays = [name for name in names if (folder.checkpoints / name / ORBAX).exists()]
     others = [name for name in names if name not in arrays]
     whys = {"no step recorded their checksum; a run's first weights have none": arrays, "no Orbax arrays": others}
     return [f"parameters of {', '.join(found)}: {why}" for why, found in whys.items() if found]

@@ -13,7 +13,6 @@ import orjson
 import pytest
 
 from services.trainer.backend.policy import PolicyBackend
-from services.trainer.checkpoints import parameters
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.learner.checksum import checksum
@@ -29,6 +28,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import models
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS, held, ppo_options
+from volley_proof.checkpoints import parameters
 from volley_proof.verify import parameters as proof
 from volley_proof.verify.checkpoints import RetainedCheckpoint
 
@@ -142,7 +142,7 @@ def test_a_trainer_tells_what_its_checkpoint_holds(
     saved = one.save(replace(state, step=1, low=4), state.version)
     manifest = checkpoint_files.read_manifest(saved)
     described = checksums.description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
-    assert told == {**OrbaxArrays().checksums(saved), "description": described}
+    assert told == {**parameters.checksums_of(saved), "description": described}
     again.restore()
     again.build()
     assert again.checksums() == told

@@ -5,15 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from services.trainer.models.arrays import ArrayFiles
 from shared.errors import WeightsError
 from shared.run import checkpoint_files, checksums
 from shared.run import state as states
 from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
+from volley_proof.checkpoints import parameters
+from volley_proof.verify.parameters import ORBAX
 
 
-def check_log(folder: Path, arrays: ArrayFiles) -> None:
+def check_log(folder: Path) -> None:
     """Check a valid checkpoint's arrays and description against the log of its run.
 
     Raises WeightsError if they differ, and Unavailable if one of them cannot be read now.
@@ -28,5 +29,6 @@ def check_log(folder: Path, arrays: ArrayFiles) -> None:
     if not (logged := checksums.witnesses_in(RunFolder(folder.parent.parent), state)):
         return
     why = checksums.misdescribed(manifest, state, logged, of_version)
-    if why or (why := checksums.contradiction(arrays.checksums(folder), logged)):
+    found = parameters.checksums_of(folder) if (folder / ORBAX).exists() else {}
+    if why or (why := checksums.contradiction(found, logged)):
         raise WeightsError(f"{folder.name}: {why}", "the checkpoint was changed: choose another version")

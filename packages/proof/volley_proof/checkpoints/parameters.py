@@ -1,6 +1,6 @@
 """Checksums of the arrays of a run's checkpoints, as the run's log has them.
 
-`python -m services.trainer.checkpoints.parameters RUN_DIR VERSION…` writes {ok, checksums, damaged}, both by version,
+`python -m volley_proof.checkpoints.parameters RUN_DIR VERSION…` writes {ok, checksums, damaged}, both by version,
 after each version; the last line holds all.
 
 The folder is untrusted: the process reads no more of an array than the files have bytes, a part at a time, and limits
