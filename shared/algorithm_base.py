@@ -123,6 +123,10 @@ class PolicyGradientSection(Section):
         """True if groups of equal rewards train nothing: no advantage, and neither a KL nor a teacher."""
         return not (self.learns_from_equal_rewards or self.credits_turns or self.teacher_kl_coef or self.beta)
 
+    def contradiction(self, data: GrpoConfig, max_turns: int) -> str | None:
+        """Explain why keys of its own do not fit such data, with at most `max_turns` turns; None if they do."""
+        return None
+
     @property
     def is_unbounded(self) -> bool:
         """True if nothing bounds the ratio to the policy that sampled, except a correction."""
@@ -210,12 +214,6 @@ class GroupSection(PolicyGradientSection):
     @property
     def compares_group(self) -> bool:
         return True
-
-
-class EstimatedSection(GroupSection):
-    """Keys of algorithms that leave the estimator of advantages open."""
-
-    advantage_estimator: Literal["grpo", "drgrpo", "rloo", "maxrl"] = "grpo"
 
 
 class CriticSection(PolicyGradientSection):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from shared.algorithm_base import GrpoConfig, PolicyGradientSection
-from shared.algorithm_schema import DapoSection
 
 
 def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
     """Explain why the algorithm cannot train on such data, with at most `max_turns` turns; None if it can."""
-    return _of_groups(algorithm, data) or _of_ratios(algorithm, data) or _of_lengths(algorithm, data, max_turns)
+    return _of_groups(algorithm, data) or _of_ratios(algorithm, data) or algorithm.contradiction(data, max_turns)
 
 
 def _of_groups(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None:
@@ -41,21 +40,5 @@ def _of_ratios(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None
             f"algorithm.epsilon=null with grpo_config.off_policy_steps={data.off_policy_steps}: nothing bounds the "
             "ratio to the policy that sampled, so one stale token can decide a step; set epsilon, or correct with "
             "algorithm.sampler_is=token"
-        )
-    return None
-
-
-def _of_lengths(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
-    if not isinstance(algorithm, DapoSection) or algorithm.overlong_buffer is None or algorithm.overlong_length:
-        return None
-    if max_turns > 1:
-        return (
-            f"algorithm.overlong_buffer={algorithm.overlong_buffer} with episodes of up to {max_turns} turns needs "
-            "algorithm.overlong_length: how many sampled tokens an episode may have in all of them"
-        )
-    if algorithm.overlong_buffer >= data.max_response_length:
-        return (
-            f"algorithm.overlong_buffer={algorithm.overlong_buffer} of "
-            f"grpo_config.max_response_length={data.max_response_length} penalizes every episode: it has to be less"
         )
     return None

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from shared.algorithm_base import (
-    Aggregation,
     ClippedSection,
     CriticSection,
-    EstimatedSection,
     GroupSection,
     PolicyGradientSection,
 )
@@ -29,56 +27,11 @@ class GrpoSection(GroupSection, ClippedSection):
     name: Literal["grpo"] = "grpo"
 
 
-class DrGrpoSection(GroupSection, ClippedSection):
-    name: Literal["drgrpo"]
-    loss_agg_mode: Aggregation = "sequence-mean-token-scale"
-
-
-class RlooSection(GroupSection, ClippedSection):
-    name: Literal["rloo"]
-
-
-class MaxRlSection(GroupSection, ClippedSection):
-    name: Literal["maxrl"]
-
-
-class DapoSection(EstimatedSection, ClippedSection):
-    """DAPO. Episodes of more than `overlong_length` - `overlong_buffer` sampled tokens lose up to `overlong_penalty`.
-
-    `overlong_length` null means `grpo_config.max_response_length`, for episodes of one turn.
-    """
-
-    name: Literal["dapo"]
-    epsilon_high: PositiveFloat | None = 0.28
-    overlong_length: PositiveInt | None = None
-    overlong_buffer: PositiveInt | None = None
-    overlong_penalty: PositiveFloat = 1.0
-
-    @model_validator(mode="after")
-    def _some_are_short(self) -> Self:
-        if self.overlong_length and self.overlong_buffer and self.overlong_buffer >= self.overlong_length:
-            raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} of overlong_length={self.overlong_length} penalizes every "
-                "episode: it has to be less"
-            )
-        return self
-
-
-class GspoSection(EstimatedSection, ClippedSection):
-    name: Literal["gspo-token"]
-    epsilon: PositiveFloat | None = 3e-4
-    epsilon_high: PositiveFloat | None = 4e-4
-    loss_agg_mode: Aggregation = "sequence-mean-token-mean"
-
-
 class PpoSection(CriticSection, ClippedSection):
     name: Literal["ppo"]
 
 
-AlgorithmSection = Annotated[
-    GrpoSection | DrGrpoSection | RlooSection | MaxRlSection | DapoSection | GspoSection | PpoSection,
-    Field(discriminator="name"),
-]
+AlgorithmSection = Annotated[GrpoSection | PpoSection, Field(discriminator="name")]
 
 
 def keys_of(name: str | None) -> Set[str]:

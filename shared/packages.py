@@ -89,6 +89,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
+    **dict.fromkeys(("dapo", "drgrpo", "gspo-token", "maxrl", "rloo"), "volley-rl-algorithms"),
     **dict.fromkeys(
         ("own", "rae", "reinforce_plus_plus", "rule_checks", "rule_text", "sao", "sapo"), "volley-rl-algorithms"
     ),

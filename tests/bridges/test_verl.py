@@ -265,7 +265,7 @@ def group_relative(rewards: np.ndarray, estimator: str) -> list[float]:
     """Volley's advantages of groups [N, G], one after another; the trainer's environment computes them."""
     program = (
         "import json, sys, numpy as np\n"
-        "from services.trainer.algorithms.estimators import ESTIMATORS\n"
+        "from volley_algorithms.estimators import ESTIMATORS\n"
         "from services.trainer.algorithms.terms.advantages import group_relative\n"
         "rewards, name = json.loads(sys.argv[1]), sys.argv[2]\n"
         "print(json.dumps([a for r in rewards for a in group_relative(np.array(r), ESTIMATORS[name]).tolist()]))"

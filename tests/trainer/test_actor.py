@@ -19,8 +19,16 @@ from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch
 from shared.algorithm_base import PolicyGradientSection, SamplerCorrection
-from shared.algorithm_schema import GrpoSection, GspoSection
-from volley_algorithms.sections import CispoSection, DppoSection, KpopSection, MopdSection, SaoSection, SapoSection
+from shared.algorithm_schema import GrpoSection
+from volley_algorithms.sections import (
+    CispoSection,
+    DppoSection,
+    GspoSection,
+    KpopSection,
+    MopdSection,
+    SaoSection,
+    SapoSection,
+)
 
 PPO: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
 FORMS: dict[str, PolicyGradientSection] = {

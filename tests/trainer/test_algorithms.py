@@ -67,10 +67,10 @@ SAMPLED = trajectory(0).loss_mask.astype(bool)
     ("section", "expected"),
     [
         (schema.GrpoSection(), lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
-        (schema.DrGrpoSection(name="drgrpo"), lambda r: r - r.mean()),
-        (schema.RlooSection(name="rloo"), lambda r: r - (r.sum() - r) / (len(r) - 1)),
-        (schema.DapoSection(name="dapo"), lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
-        (schema.GspoSection(name="gspo-token", advantage_estimator="drgrpo"), lambda r: r - r.mean()),
+        (sections.DrGrpoSection(name="drgrpo"), lambda r: r - r.mean()),
+        (sections.RlooSection(name="rloo"), lambda r: r - (r.sum() - r) / (len(r) - 1)),
+        (sections.DapoSection(name="dapo"), lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
+        (sections.GspoSection(name="gspo-token", advantage_estimator="drgrpo"), lambda r: r - r.mean()),
         (sections.CispoSection(name="cispo", advantage_estimator="rloo"), lambda r: (r - r.mean()) * 4 / 3),
     ],
 )
@@ -83,7 +83,7 @@ def test_every_sampled_token_has_its_episodes_advantage_against_its_group(sectio
 
 def test_by_turn_a_token_has_what_was_rewarded_from_its_turn_on():
     group = [EpisodeTokens(trajectory(1.0, turns=(1.0, 0.0))), EpisodeTokens(trajectory(1.0, turns=(0.0, 1.0)))]
-    section = schema.DrGrpoSection(name="drgrpo", credit="turn")
+    section = sections.DrGrpoSection(name="drgrpo", credit="turn")
     (first, second) = advantages(section, group)[0]
     for (start, end), a, b in zip(MODEL_TURNS, (0.0, -0.5), (0.0, 0.5), strict=True):
         assert first[start:end].tolist() == [a] * (end - start)
@@ -94,7 +94,7 @@ def test_an_episode_with_fewer_turns_is_compared_where_it_had_one():
     short = trajectory(0.0, versions=(VersionSpan(VERSION, 4, 7),))
     short = replace(short, loss_mask=np.where(np.arange(N) < 7, short.loss_mask, 0).astype(np.uint8))
     group = [EpisodeTokens(trajectory(2.0, turns=(1.0, 1.0))), EpisodeTokens(short)]
-    found = advantages(schema.DrGrpoSection(name="drgrpo", credit="turn"), group)[0]
+    found = advantages(sections.DrGrpoSection(name="drgrpo", credit="turn"), group)[0]
     assert (found[0][4], found[0][9], found[1][4]) == (1.0, 0.0, -1.0)
 
 
@@ -115,7 +115,7 @@ def test_a_turn_is_a_run_of_sampled_tokens():
 
 
 def test_overlong_episodes_lose_linearly():
-    section = schema.DapoSection(
+    section = sections.DapoSection(
         name="dapo", advantage_estimator="drgrpo", overlong_length=10, overlong_buffer=4, overlong_penalty=2.0
     )
     short = replace(trajectory(1.0), loss_mask=np.where(np.arange(N) < 7, SAMPLED, 0).astype(np.uint8))
@@ -125,7 +125,7 @@ def test_overlong_episodes_lose_linearly():
 
 
 def test_a_penalty_in_the_reward_is_k1_to_the_reference():
-    section = schema.DrGrpoSection(name="drgrpo", beta=0.5, kl_in="reward")
+    section = sections.DrGrpoSection(name="drgrpo", beta=0.5, kl_in="reward")
     near, far = (np.where(SAMPLED, -1.0 - d, 0).astype(np.float32) for d in (0.0, 0.25))
     group = [EpisodeTokens(trajectory(1.0), reference=near), EpisodeTokens(trajectory(1.0), reference=far)]
     found = advantages(section, group)[0]
@@ -227,8 +227,8 @@ def test_truncated_episodes_can_be_left_out_of_the_loss():
 def test_rewards_of_any_size_give_finite_advantages(name: str, scale: float):
     section = {
         "grpo": schema.GrpoSection(),
-        "drgrpo": schema.DrGrpoSection(name="drgrpo"),
-        "rloo": schema.RlooSection(name="rloo"),
+        "drgrpo": sections.DrGrpoSection(name="drgrpo"),
+        "rloo": sections.RlooSection(name="rloo"),
         "reinforce_plus_plus": sections.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
     }[name]
     for group in advantages(section, episodes(scale, -scale, 0.0), episodes(0.0, scale)):

@@ -190,8 +190,8 @@ TIS = "tis by sequence"
 """The product of a sequence's ratios amplifies rounding."""
 SECTIONS: dict[str, PolicyGradientSection] = {
     "grpo": schema.GrpoSection(beta=0.1, entropy_coef=0.01),
-    "gspo-token": schema.GspoSection(name="gspo-token"),
-    TIS: schema.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),
+    "gspo-token": sections.GspoSection(name="gspo-token"),
+    TIS: sections.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),
     "ppo's critic": schema.PpoSection(name="ppo"),
 }
 
@@ -285,10 +285,10 @@ SAMPLED = np.array([0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1], bool)
     "section",
     [
         schema.GrpoSection(),
-        schema.DrGrpoSection(name="drgrpo"),
-        schema.RlooSection(name="rloo"),
-        schema.DapoSection(name="dapo"),
-        schema.GspoSection(name="gspo-token"),
+        sections.DrGrpoSection(name="drgrpo"),
+        sections.RlooSection(name="rloo"),
+        sections.DapoSection(name="dapo"),
+        sections.GspoSection(name="gspo-token"),
         sections.CispoSection(name="cispo"),
         sections.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group"),
     ],
@@ -323,7 +323,7 @@ def test_turns_count_from_the_beginning_of_the_whole_sequence():
 
 
 def test_by_turn_an_episode_is_compared_by_the_mean_of_its_sequences():
-    section = schema.DrGrpoSection(name="drgrpo", credit="turn")
+    section = sections.DrGrpoSection(name="drgrpo", credit="turn")
     group = [conversation(1.0, (0.0, 0.0, 1.0)), plain(conversation(0.0))]
     first, second = algorithm(section, 1, 8).advantages([group])[0]
     # Outcome 0. From turn 0: sequence 0 has 0. Turn 1: 0 in sequence 0 and 1 in the branch, mean 0.5, against 0.

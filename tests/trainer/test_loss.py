@@ -17,13 +17,14 @@ from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.scoring import objective, params_of
 from shared.algorithm_base import ClippedSection
-from shared.algorithm_schema import GrpoSection, GspoSection
+from shared.algorithm_schema import GrpoSection
 from shared.models.names import from_hf, hf_name
 from tests.support import models
 from tests.trainer import grpo_ref
 from tests.trainer.grpo_ref import ReferenceSpec, Sequence_
 from tests.trainer.support import CONFIG as TWO_LAYERS
 from tests.trainer.support import model_of, rows
+from volley_algorithms.sections import GspoSection
 from volley_supervised.learner.imitation import supervised_loss
 
 CONFIG = TWO_LAYERS | {"num_hidden_layers": 1}

@@ -22,7 +22,7 @@ from services.trainer.batches.batch import Batch, BatchLayout, Row, policy_rows,
 from services.trainer.groups.filters import FilterOptions, verdict
 from shared import own_rules
 from shared.algorithm_base import PolicyGradientSection
-from shared.algorithm_schema import DrGrpoSection, GrpoSection, GspoSection, PpoSection
+from shared.algorithm_schema import GrpoSection, PpoSection
 from shared.errors import ConfigError, RuleFailed
 from shared.run import rule_files
 from shared.types import Branch, Group, Trajectory, VersionSpan, WeightVersion
@@ -31,7 +31,7 @@ from tests.trainer.test_algorithms import trajectory
 from volley_algorithms.rules.checks import check_rules
 from volley_algorithms.rules.made import made_groups
 from volley_algorithms.rules.own import Own
-from volley_algorithms.sections import OwnSection, ReinforcePlusPlusSection
+from volley_algorithms.sections import DrGrpoSection, GspoSection, OwnSection, ReinforcePlusPlusSection
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "examples/rules"

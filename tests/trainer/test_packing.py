@@ -90,10 +90,10 @@ CRITIC = "ppo's critic"
 OF_SEQUENCES = ("gspo", "tis by sequence", "mis by geometric mean", CRITIC)
 SECTIONS: dict[str, PolicyGradientSection | None] = {
     "grpo": schema.GrpoSection(beta=0.1, entropy_coef=0.01),
-    "drgrpo": schema.DrGrpoSection(name="drgrpo"),
-    "rloo": schema.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),
-    "dapo": schema.DapoSection(name="dapo"),
-    "gspo-token": schema.GspoSection(name="gspo-token"),
+    "drgrpo": sections.DrGrpoSection(name="drgrpo"),
+    "rloo": sections.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),
+    "dapo": sections.DapoSection(name="dapo"),
+    "gspo-token": sections.GspoSection(name="gspo-token"),
     "cispo": sections.CispoSection(name="cispo"),
     "reinforce_plus_plus": sections.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
     "ppo": schema.PpoSection(name="ppo"),

@@ -33,9 +33,9 @@ SEATS = ("x", "o")
 SECTIONS = {
     "grpo": schema.GrpoSection(),
     "turns": schema.GrpoSection(credit="turn"),
-    "rloo": schema.RlooSection(name="rloo"),
-    "masked": schema.DapoSection(name="dapo", mask_truncated=True, overlong_length=20, overlong_buffer=10),
-    "normalized": schema.DrGrpoSection(
+    "rloo": sections.RlooSection(name="rloo"),
+    "masked": sections.DapoSection(name="dapo", mask_truncated=True, overlong_length=20, overlong_buffer=10),
+    "normalized": sections.DrGrpoSection(
         name="drgrpo", reward_normalization={"method": "mean_std", "grouping": "inductive"}
     ),
     "whitened": sections.ReinforcePlusPlusSection(name="reinforce_plus_plus"),

@@ -28,7 +28,7 @@ FOUND: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures/verl/c
 GIVEN = {name: np.array(value) for name, value in FOUND["inputs"].items()}
 SECTIONS: dict[str, PolicyGradientSection] = {
     "vanilla": schema.GrpoSection(epsilon=0.2, epsilon_high=0.28, epsilon_c=3.0),
-    "gspo": schema.GspoSection(name="gspo-token", epsilon=0.03, epsilon_high=0.04),
+    "gspo": sections.GspoSection(name="gspo-token", epsilon=0.03, epsilon_high=0.04),
     "cispo": sections.CispoSection(name="cispo", epsilon=0.2, epsilon_high=0.28),
     "dppo_tv": sections.DppoSection(name="dppo", epsilon=0.04, epsilon_high=0.06, ratio_cap=1.2),
     "dppo_kl": sections.DppoSection(name="dppo", divergence="kl", epsilon=0.008, epsilon_high=0.012),
@@ -56,7 +56,7 @@ def test_a_loss_and_its_gradient_are_verls(name: str):
 
 @pytest.mark.parametrize(
     ("name", "section"),
-    [("grpo", schema.GrpoSection()), ("rloo", schema.RlooSection(name="rloo"))],
+    [("grpo", schema.GrpoSection()), ("rloo", sections.RlooSection(name="rloo"))],
 )
 def test_advantages_of_a_group_are_verls(name: str, section: PolicyGradientSection):
     rewards = FOUND["advantages"]["rewards"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import jax
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
+from volley_algorithms.estimators import Estimated
 from volley_algorithms.sections import CispoSection
 
 

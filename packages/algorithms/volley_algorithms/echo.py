@@ -18,13 +18,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.algorithm import Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.policy_gradient import Clipped
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
+from volley_algorithms.estimators import Estimated
 from volley_algorithms.sections import EchoSection
 
 

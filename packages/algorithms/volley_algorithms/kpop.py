@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
 from volley_algorithms.divergence import binary_kl, squared_distance
+from volley_algorithms.estimators import Estimated
 from volley_algorithms.masked import masked_reinforce
 from volley_algorithms.sections import KpopSection
 

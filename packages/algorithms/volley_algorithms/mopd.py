@@ -21,10 +21,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.distillation import penalty
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
+from volley_algorithms.estimators import Estimated
 from volley_algorithms.masked import masked_reinforce
 from volley_algorithms.sections import MopdSection
 

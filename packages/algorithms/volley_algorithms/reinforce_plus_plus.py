@@ -16,11 +16,11 @@ from functools import partial
 
 import numpy as np
 
-from services.trainer.algorithms.drgrpo import centred
 from services.trainer.algorithms.terms.advantages import group_relative, returns_to_go, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled, sampled_of
 from services.trainer.algorithms.terms.rewards import TokenRewards, each_sequence
+from volley_algorithms.drgrpo import centred
 from volley_algorithms.sections import ReinforcePlusPlusSection
 
 

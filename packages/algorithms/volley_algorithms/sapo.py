@@ -14,8 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
+from volley_algorithms.estimators import Estimated
 from volley_algorithms.sections import SapoSection
 
 

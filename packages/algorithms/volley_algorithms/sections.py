@@ -15,8 +15,8 @@ from shared.algorithm_base import (
     ClippedSection,
     CorrectedSection,
     CriticSection,
-    EstimatedSection,
     GroupSection,
+    GrpoConfig,
     PolicyGradientSection,
 )
 from shared.section import Fraction, OwnRuleText
@@ -30,6 +30,69 @@ def _of_rewards(section: PolicyGradientSection) -> list[str]:
         "kl_in": bool(section.beta) and section.kl_in == "reward",
     }
     return [key for key, is_meant in of_rewards.items() if is_meant]
+
+
+class EstimatedSection(GroupSection):
+    """Keys of algorithms that leave the estimator of advantages open."""
+
+    advantage_estimator: Literal["grpo", "drgrpo", "rloo", "maxrl"] = "grpo"
+
+
+class DrGrpoSection(GroupSection, ClippedSection):
+    name: Literal["drgrpo"]
+    loss_agg_mode: Aggregation = "sequence-mean-token-scale"
+
+
+class RlooSection(GroupSection, ClippedSection):
+    name: Literal["rloo"]
+
+
+class MaxRlSection(GroupSection, ClippedSection):
+    name: Literal["maxrl"]
+
+
+class DapoSection(EstimatedSection, ClippedSection):
+    """DAPO. Episodes of more than `overlong_length` - `overlong_buffer` sampled tokens lose up to `overlong_penalty`.
+
+    `overlong_length` null means `grpo_config.max_response_length`, for episodes of one turn.
+    """
+
+    name: Literal["dapo"]
+    epsilon_high: PositiveFloat | None = 0.28
+    overlong_length: PositiveInt | None = None
+    overlong_buffer: PositiveInt | None = None
+    overlong_penalty: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _some_are_short(self) -> Self:
+        if self.overlong_length and self.overlong_buffer and self.overlong_buffer >= self.overlong_length:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} of overlong_length={self.overlong_length} penalizes every "
+                "episode: it has to be less"
+            )
+        return self
+
+    def contradiction(self, data: GrpoConfig, max_turns: int) -> str | None:
+        if self.overlong_buffer is None or self.overlong_length:
+            return None
+        if max_turns > 1:
+            return (
+                f"algorithm.overlong_buffer={self.overlong_buffer} with episodes of up to {max_turns} turns needs "
+                "algorithm.overlong_length: how many sampled tokens an episode may have in all of them"
+            )
+        if self.overlong_buffer >= data.max_response_length:
+            return (
+                f"algorithm.overlong_buffer={self.overlong_buffer} of "
+                f"grpo_config.max_response_length={data.max_response_length} penalizes every episode: it has to be less"
+            )
+        return None
+
+
+class GspoSection(EstimatedSection, ClippedSection):
+    name: Literal["gspo-token"]
+    epsilon: PositiveFloat | None = 3e-4
+    epsilon_high: PositiveFloat | None = 4e-4
+    loss_agg_mode: Aggregation = "sequence-mean-token-mean"
 
 
 class CispoSection(EstimatedSection, ClippedSection):

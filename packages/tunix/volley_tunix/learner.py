@@ -35,7 +35,7 @@ from services.trainer.models.decoder import hidden_states
 from services.trainer.models.family import Model, head
 from services.trainer.models.sharding import placed_tree
 from shared.algorithm_base import ClippedSection
-from shared.algorithm_schema import GspoSection, PpoSection
+from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError, WeightsError
 
 _STATE = "opt_state"
@@ -62,7 +62,7 @@ def algorithm_config(options: ForeignOptions) -> Any:
         beta=beta,
         kl_loss_mode=section.kl_loss_mode,
         epsilon=section.epsilon,
-        loss_algo="gspo-token" if isinstance(section, GspoSection) else "grpo",
+        loss_algo="gspo-token" if section.name == "gspo-token" else "grpo",
         loss_agg_mode=section.loss_agg_mode,
     )
     made.epsilon_high, made.epsilon_c, made.temperature = high, section.epsilon_c, options.temperature

@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from services.trainer.algorithms.dapo import Dapo
-from services.trainer.algorithms.drgrpo import DrGrpo
 from services.trainer.algorithms.grpo import Grpo
-from services.trainer.algorithms.gspo import Gspo
-from services.trainer.algorithms.maxrl import MaxRl
 from services.trainer.algorithms.ppo import Ppo
-from services.trainer.algorithms.rloo import Rloo
 from services.trainer.algorithms.terms.algorithm import Algorithm
 from services.trainer.algorithms.terms.distillation import Taught
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
@@ -20,13 +15,8 @@ from shared.algorithm_base import PolicyGradientSection
 from shared.algorithm_kinds import kinds
 
 OWN: Mapping[str, type[PolicyGradient[Any]]] = {
-    "dapo": Dapo,
-    "drgrpo": DrGrpo,
     "grpo": Grpo,
-    "gspo-token": Gspo,
-    "maxrl": MaxRl,
     "ppo": Ppo,
-    "rloo": Rloo,
 }
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.rules.inputs import group_inputs
 from services.trainer.algorithms.rules.of_groups import advantage_of
 from services.trainer.algorithms.terms.advantages import bounded
@@ -21,6 +20,7 @@ from services.trainer.algorithms.terms.policy_gradient import Clipped
 from services.trainer.algorithms.terms.rewards import TokenRewards
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
 from shared.rule_code import read
+from volley_algorithms.estimators import Estimated
 from volley_algorithms.rules.losses import loss_of
 from volley_algorithms.sections import OwnSection
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.estimators import ESTIMATORS
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.advantages import group_relative
@@ -17,13 +16,15 @@ from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.foreign import ForeignOptions
 from services.trainer.learner.policy import Policy
 from services.trainer.metrics.step_metrics import StepMetrics
-from shared.algorithm_schema import GrpoSection, GspoSection, PolicyGradientSection, PpoSection
+from shared.algorithm_schema import GrpoSection, PolicyGradientSection, PpoSection
 from shared.errors import ConfigError, WeightsError
 from shared.types import WeightVersion
 from tests.support.torch_client import Torch
 from tests.trainer.test_policy import OPTIONS, START, fine_and_rounded_vectors, held, params, policy
 from tests.trainer.test_torch import compare_steps, folders, steps_of_torch
 from tests.trainer.test_torch import policy as loaded
+from volley_algorithms.estimators import ESTIMATORS
+from volley_algorithms.sections import GspoSection
 from volley_tunix import TUNIX
 
 ROWS = 4

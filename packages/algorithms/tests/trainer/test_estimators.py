@@ -14,7 +14,7 @@ from tests.trainer.test_algorithms import SAMPLED, N, advantages, episodes, gae_
 from volley_algorithms import sections
 from volley_algorithms.sao import Sao
 
-MAXRL = schema.MaxRlSection(name="maxrl")
+MAXRL = sections.MaxRlSection(name="maxrl")
 SAO = sections.SaoSection(name="sao")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from services.trainer.algorithms.terms.advantages import GroupRewards, bounded
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped
-from shared.algorithm_schema import MaxRlSection
+from volley_algorithms.sections import MaxRlSection
 
 
 def by_mean(rewards: GroupRewards) -> np.ndarray:

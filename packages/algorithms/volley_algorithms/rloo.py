@@ -14,7 +14,7 @@ import numpy as np
 from services.trainer.algorithms.terms.advantages import GroupRewards
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped
-from shared.algorithm_schema import RlooSection
+from volley_algorithms.sections import RlooSection
 
 
 def leave_one_out(rewards: GroupRewards) -> np.ndarray:

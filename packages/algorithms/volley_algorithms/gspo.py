@@ -13,10 +13,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.importance import clipped_difference, of_sequences
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
-from shared.algorithm_schema import GspoSection
+from volley_algorithms.estimators import Estimated
+from volley_algorithms.sections import GspoSection
 
 _MOST_NATS = 10.0
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.trainer.algorithms.estimators import Estimated
 from services.trainer.algorithms.terms.policy_gradient import Clipped, RewardOptions
-from shared.algorithm_schema import DapoSection
+from volley_algorithms.estimators import Estimated
+from volley_algorithms.sections import DapoSection
 
 
 @dataclass(frozen=True, slots=True)

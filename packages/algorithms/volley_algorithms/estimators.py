@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from services.trainer.algorithms.drgrpo import centred
 from services.trainer.algorithms.grpo import standardized
-from services.trainer.algorithms.maxrl import by_mean
-from services.trainer.algorithms.rloo import leave_one_out
 from services.trainer.algorithms.terms.advantages import Estimate
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
-from shared.algorithm_base import EstimatedSection
+from volley_algorithms.drgrpo import centred
+from volley_algorithms.maxrl import by_mean
+from volley_algorithms.rloo import leave_one_out
+from volley_algorithms.sections import EstimatedSection
 
 ESTIMATORS: Mapping[str, Estimate] = {
     "grpo": standardized,

@@ -15,7 +15,7 @@ import numpy as np
 from services.trainer.algorithms.terms.advantages import GroupRewards
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped
-from shared.algorithm_schema import DrGrpoSection
+from volley_algorithms.sections import DrGrpoSection
 
 
 def centred(rewards: GroupRewards) -> np.ndarray:
