@@ -46,6 +46,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `teachers` → `(RunConfig) -> OpenTeachers` (services.orchestrator.episodes.teaching),
                       `teachers.check` → `(RunConfig) -> Awaitable[None]`, which asks each teacher once,
                       `rule_checks` → `(PolicyGradientSection, filter) -> None`, which tries the user's own rules,
+                      `rules.filter` → `(text) -> GroupRule` (shared.group_rules), `rules.credit` → `(text) ->
+                      (Trajectory, TokenRewards) -> TokenRewards` (services.trainer.algorithms.terms.rewards),
                       `supervised.steps` → `(RunConfig) -> SupervisedSteps | None` (shared.supervised),
                       `supervised.runs` → `volley.reporting.supervised.SupervisedRuns`, `trainer.supervised` →
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
@@ -89,9 +91,10 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
     ),
-    **dict.fromkeys(("dapo", "drgrpo", "gspo-token", "maxrl", "rloo"), "volley-rl-algorithms"),
+    **dict.fromkeys(("dapo", "drgrpo", "gspo-token", "maxrl", "rae", "rloo", "sao", "sapo"), "volley-rl-algorithms"),
     **dict.fromkeys(
-        ("own", "rae", "reinforce_plus_plus", "rule_checks", "rule_text", "sao", "sapo"), "volley-rl-algorithms"
+        ("own", "reinforce_plus_plus", "rule_checks", "rule_text", "rules.credit", "rules.filter"),
+        "volley-rl-algorithms",
     ),
     **dict.fromkeys(
         ("adaptive_concurrency", "curriculum", "generation_policy", "teachers", "teachers.check"),

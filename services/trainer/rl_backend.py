@@ -85,9 +85,10 @@ def opened(
 
 
 def check_rules(config: RunConfig) -> None:
-    """Try the user's own rules, if an installed package does that. Raises ConfigError."""
-    if (check := packages.part("rule_checks", required=False)) is not None:
-        check(config.algorithm, config.trainer.filters.custom)
+    """Try the user's own rules. Raises ConfigError, also if the package of such rules is not installed."""
+    custom = config.trainer.filters.custom
+    if (check := packages.part("rule_checks", required=custom is not None)) is not None:
+        check(config.algorithm, custom)
 
 
 def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:

@@ -11,10 +11,10 @@ import orjson
 import pytest
 import tensorstore as ts
 
+from packages.proof.tests.trainer.test_parameters import made as checkpoints
 from shared.errors import WeightsError
 from shared.run.array_files import open_arrays
 from shared.run.folder import RunFolder
-from tests.trainer.test_parameters import made as checkpoints
 from volley_proof.verify import parameters as proof
 
 GOOD: dict[str, Any] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packages.algorithms.tests.trainer.test_own_rules import written
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens
@@ -26,7 +27,6 @@ from shared.seats import by_seat, joined
 from shared.types import Group, Trajectory, Turn, WeightVersion
 from tests.trainer import test_policy
 from tests.trainer.test_branches import START, tree
-from tests.trainer.test_own_rules import written
 from volley_algorithms import sections
 
 SEATS = ("x", "o")

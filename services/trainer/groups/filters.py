@@ -13,13 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from services.trainer.algorithms.rules.inputs import group_inputs
-from services.trainer.algorithms.rules.of_groups import filter_of
-from services.trainer.algorithms.terms.rewards import of_tokens
+from shared import packages
 from shared.group_rules import GroupRule, has_variance, in_loss, of_trained, zero_variance
 from shared.outcomes import DEFECTS, FILTERS, FilterRule
-from shared.rule_code import read
-from shared.seats import of_each_seat
 from shared.types import Group
 
 
@@ -59,19 +55,8 @@ def verdict(group: Group, filters: FilterOptions) -> tuple[FilterRule, str] | No
 
 @cache
 def _own(value: str) -> GroupRule:
-    """Return the rule of a configuration's text, which raises RuleFailed.
-
-    It keeps the group of a game if the function keeps that of one seat.
-    """
-    rule = read(value)
-    keeps = filter_of(rule)
-
-    def why(group: Group) -> str | None:
-        seats = of_each_seat(group).values()
-        inputs = [group_inputs(seat, [of_tokens(one, "episode") for one in seat]) for seat in seats]
-        return None if any(keeps(one) for one in inputs) else f"{rule} rejected it"
-
-    return why
+    """Return the rule of a configuration's text, which raises RuleFailed."""
+    return packages.part("rules.filter")(value)
 
 
 def shares_without_variance(groups: Sequence[Group], *, mask_truncated: bool) -> dict[str, float]:

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from services.trainer.algorithms.rules.of_groups import advantage_of, filter_of
-from services.trainer.algorithms.terms.credit import credit_of
 from services.trainer.algorithms.terms.surrogate import Tokens
 from shared import own_rules
 from shared.algorithm_base import PolicyGradientSection
 from shared.errors import ConfigError, RuleFailed
 from shared.rule_code import checked, read
+from volley_algorithms.rules.credit import credit_of
 from volley_algorithms.rules.losses import LossFunction, loss_of
 from volley_algorithms.rules.made import made_groups, made_tokens, made_turns, packed, single
+from volley_algorithms.rules.of_groups import advantage_of, filter_of
 from volley_algorithms.sections import OwnSection
 
 _DISTANCES = (0.0, 0.1, 5.0)

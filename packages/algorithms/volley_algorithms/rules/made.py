@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.algorithms.rules.inputs import GroupInputs, group_inputs
-from services.trainer.algorithms.terms.credit import TurnInputs, turn_inputs
 from services.trainer.algorithms.terms.rewards import of_tokens
 from services.trainer.algorithms.terms.surrogate import Tokens
 from services.trainer.models.attention import Packing
 from shared.types import Branch, Trajectory, Turn, VersionSpan
+from volley_algorithms.rules.credit import TurnInputs, turn_inputs
+from volley_algorithms.rules.inputs import GroupInputs, group_inputs
 
 _ROWS, _LENGTH, _WIDER = 3, 12, 20
 _VERSION = "e000001-s{:06d}"

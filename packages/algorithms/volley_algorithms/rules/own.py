@@ -12,8 +12,6 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.algorithms.rules.inputs import group_inputs
-from services.trainer.algorithms.rules.of_groups import advantage_of
 from services.trainer.algorithms.terms.advantages import bounded
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.policy_gradient import Clipped
@@ -21,7 +19,9 @@ from services.trainer.algorithms.terms.rewards import TokenRewards
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
 from shared.rule_code import read
 from volley_algorithms.estimators import Estimated
+from volley_algorithms.rules.inputs import group_inputs
 from volley_algorithms.rules.losses import loss_of
+from volley_algorithms.rules.of_groups import advantage_of
 from volley_algorithms.sections import OwnSection
 
 

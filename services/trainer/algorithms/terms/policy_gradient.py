@@ -14,14 +14,15 @@ from services.trainer.algorithms.terms import rewards as token_rewards
 from services.trainer.algorithms.terms.actor import ActorOptions, TokenMasks, actor_loss, token_masks
 from services.trainer.algorithms.terms.advantages import Estimate, group_relative
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens, Needs
-from services.trainer.algorithms.terms.credit import CreditFunction, credit_named, credited
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, TokenRewards
 from services.trainer.algorithms.terms.seats import for_each_seat
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
+from shared import packages
 from shared.algorithm_base import ClippedSection, PolicyGradientSection
+from shared.own_rules import CREDITS
 from shared.types import Trajectory
 
 
@@ -36,7 +37,7 @@ class RewardOptions:
     """
 
     credit: Credit = "episode"
-    own_credit: CreditFunction | None = None
+    own_credit: Callable[[Trajectory, TokenRewards], TokenRewards] | None = None
     normalization: Normalization | None = None
     penalty: Callable[[int], float] | None = None
     kl_coef: float = 0.0
@@ -48,7 +49,7 @@ class RewardOptions:
         how = section.reward_normalization
         return cls(
             credit="turn" if section.credits_turns else "episode",
-            own_credit=credit_named(section.credit),
+            own_credit=None if section.credit in CREDITS else packages.part("rules.credit")(section.credit),
             normalization=None if how.method == "identity" else Normalization(how.grouping, how.method),
             kl_coef=section.beta if section.kl_in == "reward" else 0.0,
             mask_truncated=section.mask_truncated,
@@ -162,7 +163,7 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
             above = of_policy.astype(np.float64) - episode.reference.astype(np.float64)
             at = sampled(episode)
             made.tokens[at] -= options.kl_coef * above[at]
-        return made if options.own_credit is None else credited(trajectory, made, options.own_credit)
+        return made if options.own_credit is None else options.own_credit(trajectory, made)
 
 
 def sampled(episode: EpisodeTokens) -> np.ndarray:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from services.trainer.algorithms.terms.rewards import TokenRewards, turn_of_tokens
-from shared import own_rules
 from shared.errors import RuleFailed
 from shared.own_rules import OwnRule
 from shared.rule_code import called, read
@@ -63,9 +63,9 @@ def credit_of(rule: OwnRule) -> CreditFunction:
     return credit
 
 
-def credit_named(value: str) -> CreditFunction | None:
-    """Return the function of a configuration's `credit`; None for a word."""
-    return None if value in own_rules.CREDITS else credit_of(read(value))
+def credit_named(value: str) -> Callable[[Trajectory, TokenRewards], TokenRewards]:
+    """Return a function that credits the turns of an episode by the rule of a configuration's `credit`."""
+    return partial(credited, credit=credit_of(read(value)))
 
 
 def credited(trajectory: Trajectory, rewards: TokenRewards, credit: CreditFunction) -> TokenRewards:

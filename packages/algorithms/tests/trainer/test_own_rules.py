@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.rules.inputs import GroupInputs, group_inputs
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import of_tokens
@@ -29,11 +28,12 @@ from shared.types import Branch, Group, Trajectory, VersionSpan, WeightVersion
 from tests.trainer import test_policy
 from tests.trainer.test_algorithms import trajectory
 from volley_algorithms.rules.checks import check_rules
+from volley_algorithms.rules.inputs import GroupInputs, group_inputs
 from volley_algorithms.rules.made import made_groups
 from volley_algorithms.rules.own import Own
 from volley_algorithms.sections import DrGrpoSection, GspoSection, OwnSection, ReinforcePlusPlusSection
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 RULES = ROOT / "examples/rules"
 TRL = json.loads((ROOT / "tests/fixtures/trl/rules.json").read_text(encoding="utf-8"))
 

@@ -16,7 +16,7 @@ from tools.embedded_redis import embedded_server
 from volley.reporting import jsonl
 from volley.runs import record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 ADVANTAGE = """
 import numpy as np
 

@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.trainer.algorithms.rules.inputs import GroupInputs
+from services.trainer.algorithms.terms.rewards import of_tokens
 from shared.errors import RuleFailed
+from shared.group_rules import GroupRule
 from shared.own_rules import OwnRule
-from shared.rule_code import called
+from shared.rule_code import called, read
+from shared.seats import of_each_seat
+from shared.types import Group
+from volley_algorithms.rules.inputs import GroupInputs, group_inputs
 
 type AdvantageFunction = Callable[[GroupInputs], list[np.ndarray]]
 type FilterFunction = Callable[[GroupInputs], bool]
@@ -27,6 +31,22 @@ def filter_of(rule: OwnRule) -> FilterFunction:
         return bool(made)
 
     return keeps
+
+
+def group_rule(value: str) -> GroupRule:
+    """Return the filter of a configuration's text, which raises RuleFailed.
+
+    It keeps the group of a game if the function keeps that of one seat.
+    """
+    rule = read(value)
+    keeps = filter_of(rule)
+
+    def why(group: Group) -> str | None:
+        seats = of_each_seat(group).values()
+        inputs = [group_inputs(seat, [of_tokens(one, "episode") for one in seat]) for seat in seats]
+        return None if any(keeps(one) for one in inputs) else f"{rule} rejected it"
+
+    return why
 
 
 def advantage_of(rule: OwnRule) -> AdvantageFunction:
