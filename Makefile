@@ -32,9 +32,10 @@ check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/pyrefly check --summary=none
 	@# Folders that need JAX, each in its own environment.
 	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/trainer/bin/python \
-	  services/trainer/models packages/convert/volley_convert
+	  services/trainer/models packages/convert/volley_convert packages/families/volley_families/trainer
 	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/rollout/bin/python \
-	  services/rollout/engines/sglang_jax packages/engines/volley_engines/gpu packages/serving/volley_serving/constraints
+	  services/rollout/engines/sglang_jax packages/engines/volley_engines/gpu packages/serving/volley_serving/constraints \
+	  packages/families/volley_families/engine
 	@$(BIN)/lint-imports --cache-dir .cache/import-linter
 
 fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest

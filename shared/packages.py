@@ -56,6 +56,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `checkpoint_check` → `(folder) -> None`, which compares a checkpoint with the log of its run,
                       `record_checks` → `(RunFolder, run, DataSection, versions) -> object` whose `by_record` are checks
                       of lines that the trainer is handed (services.trainer.records),
+                      `model_parts` → `(model, ModelConfig, nnx.Rngs) -> None`, which adds parts of families to a model
+                      of the trainer, `splash` → `(Mesh) -> SplashKernels` (services.trainer.models.splash),
+                      `engine_classes` → classes of models that sglang-jax lacks,
                       `spot_checks.scorer` → `(Model, Scorer, temperature, BatchLayout) -> SpotScorer` and
                       `spot_checks.servers` → `(TrainerBackend, TrainerStatus, Waiter, *, truncated) -> SpotChecks`
                       (services.trainer.interfaces),
@@ -68,6 +71,7 @@ An entry point is a name and an object in a module, written in the package's pyp
     volley.algorithms name for `algorithm.name` → `shared.algorithm_kinds.AlgorithmKind`
     volley.engines    name for `rollout.engine.kind` → `shared.engine_kinds.EngineKind`
     volley.backends   name for `trainer.backend` → `shared.backend_kinds.BackendKind`
+    volley.families   `model_type` of a model's config.json → `shared.models.family.Family`
 """
 
 from __future__ import annotations
@@ -82,10 +86,10 @@ from shared.errors import ConfigError
 SECTIONS, COMMANDS, PROOFS = "volley.sections", "volley.commands", "volley.proofs"
 ENVIRONMENTS, DATASETS = "volley.environment_kinds", "volley.dataset_kinds"
 ENGINES, AGENTS = "volley.engines", "volley.agents"
-ALGORITHMS, BACKENDS = "volley.algorithms", "volley.backends"
+ALGORITHMS, BACKENDS, FAMILIES = "volley.algorithms", "volley.backends", "volley.families"
 ROUTERS, SINKS = "volley.routers", "volley.sinks"
 KEYS, SIDECARS, PARTS = "volley.keys", "volley.sidecars", "volley.parts"
-NAMED = (SECTIONS, KEYS, COMMANDS, ALGORITHMS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATASETS)
+NAMED = (SECTIONS, KEYS, COMMANDS, ALGORITHMS, ENGINES, PARTS, BACKENDS, FAMILIES, ENVIRONMENTS, DATASETS)
 OWNERS: Mapping[str, str] = {
     "tinker": "volley-rl-tinker",
     **dict.fromkeys(
@@ -103,6 +107,8 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
     "trainer.processes": "volley-rl-multihost",
+    **dict.fromkeys(("gemma2", "gemma3_text", "mistral", "qwen2_moe", "qwen3_moe"), "volley-rl-families"),
+    **dict.fromkeys(("deepseek_v3", "engine_classes", "model_parts", "splash"), "volley-rl-families"),
     **dict.fromkeys(("accelerators", "external_checks", "findings"), "volley-rl-launch"),
     **dict.fromkeys(("launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
     **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),

@@ -217,7 +217,9 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
     named = raw.get("model_type", "qwen3")
     if not isinstance(named, str) or named not in families():
         reason: Callable[[object], str | None] | None = packages.part("model_refusals", required=False)
-        raise unsupported("model_type", named, where, why=None if reason is None else reason(named))
+        why = None if reason is None else reason(named)
+        why = why or (packages.missing(named) if isinstance(named, str) else None)
+        raise unsupported("model_type", named, where, why=why)
     architectures = raw.get("architectures")
     if architectures not in (None, [families()[named].architecture]):
         raise ConfigError(

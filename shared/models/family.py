@@ -69,6 +69,12 @@ class Family:
     forces_tokenizer: bool = False
 
     @property
+    def has_further_parts(self) -> bool:
+        """True if the trainer needs a package to compute it (part `model_parts`)."""
+        of_gemma = self.scaled_embeddings or self.norms_add_one or self.output_norms or self.activation != "silu"
+        return of_gemma or self.experts is not None or self.latent is not None
+
+    @property
     def is_mixed(self) -> bool:
         """True if layers are of several kinds, so that config.json has `layer_types`."""
         return len(set(self.layer_types)) > 1

@@ -28,7 +28,7 @@ from services.trainer.learner.shapes import micro_batch
 from services.trainer.learner.train_step import ROW_AXES, Params, applied, gradient
 from services.trainer.models.family import Model, abstract
 from services.trainer.models.options import ModelOptions
-from services.trainer.models.splash import uses_splash
+from services.trainer.models.splash import splash_kernels
 from services.trainer.settings import TokenLimits
 from shared import config
 from shared.models.config import ModelConfig
@@ -82,7 +82,7 @@ def programs(
 
 def sharded(described: ModelConfig, model: ModelOptions, mesh: jax.sharding.Mesh) -> Model:
     """Model with shapes in place of arrays, each with its sharding on the mesh."""
-    splash = uses_splash(model.attention, "tpu")
+    splash = splash_kernels(model.attention, mesh)
     graph, state = abstract(described, model.dtype, model.remat, mesh, model.lora, splash=splash)
     flat = []
     for path, variable in nnx.to_flat_state(state):

@@ -13,7 +13,7 @@ from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import FileLeaves, Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
-from services.trainer.models.splash import uses_splash
+from services.trainer.models.splash import splash_kernels
 from shared.errors import ConfigError, WeightsError
 from shared.findings import beyond_positions
 from shared.models import adapter
@@ -115,7 +115,7 @@ def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, 
     """Build the model on its mesh, with the adapters of the options if `adapted`. Raises ConfigError, WeightsError."""
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     lora = options.lora if adapted else None
-    splash = uses_splash(options.attention, mesh.devices.flat[0].platform)
+    splash = splash_kernels(options.attention, mesh)
     return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora, splash=splash)
 
 

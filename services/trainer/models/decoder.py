@@ -19,8 +19,9 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3.model import shard
 
-from services.trainer.models import attention, experts, latent, splash
+from services.trainer.models import attention
 from services.trainer.models.attention import Packing, ScoreOptions
+from services.trainer.models.splash import SplashKernels
 
 _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
 
@@ -94,24 +95,21 @@ def _layer(layer: Any, x: jax.Array, places: _Places, given: jax.Array | None) -
         return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x))), None
     x = x + attended
     normed = layer.post_attention_layernorm(x)
-    made, differs = (
-        experts.mixed(layer.mlp, normed, given) if hasattr(layer.mlp, "router") else (layer.mlp(normed), None)
-    )
+    made, differs = layer.mlp.mixed(normed, given) if hasattr(layer.mlp, "router") else (layer.mlp(normed), None)
     return x + made, differs
 
 
 def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
-    if hasattr(attn, "kv_b_proj"):
-        attended = latent.attend(attn, x, lambda one: _rotated(one, places), partial(_by_blocks, places=places))
+    if hasattr(attn, "attend"):  # of DeepSeek
+        attended = attn.attend(x, lambda one: _rotated(one, places), partial(_by_blocks, places=places))
         return shard(attended, attn.shd_config.act_btd)
     q, k, v = (shard(_projected(attn, name, x), attn.shd_config.act_btnh) for name in _BIASES)
     if hasattr(attn, "q_norm"):
         q, k = attn.q_norm(q), attn.k_norm(k)
     scores = getattr(attn, "scores", ScoreOptions())
     parts = _rotated(q, places), _rotated(k, places), v, places.visible_until, scores, places.positions
-    mesh = getattr(attn, "splash", None)
-    by_splash = mesh is not None and splash.fits(q.shape, mesh)
-    mixed = splash.attend(*parts, mesh) if by_splash else attention.attend(*parts)
+    kernels: SplashKernels | None = getattr(attn, "splash", None)
+    mixed = kernels.attend(*parts) if kernels is not None and kernels.fits(q.shape) else attention.attend(*parts)
     return shard(attn.o_proj(mixed), attn.shd_config.act_btd)
 
 

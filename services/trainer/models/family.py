@@ -19,6 +19,7 @@ from services.trainer.models.initial_weights import Leaves
 from services.trainer.models.lora import LoraOptions, adapt
 from services.trainer.models.options import Remat
 from services.trainer.models.sharding import place
+from services.trainer.models.splash import SplashKernels
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
@@ -82,7 +83,7 @@ def build(
     dtype: str,
     remat: Remat = "none",
     lora: LoraOptions | None = None,
-    splash: bool = False,
+    splash: SplashKernels | None = None,
 ) -> Model:
     """Build a model with float32 parameters, sharded over `mesh`.
 
@@ -92,7 +93,7 @@ def build(
     Args:
         dtype: of activations.
         lora: add adapters in float32; parameters of the base have `dtype`.
-        splash: use splash attention in rows whose shape allows it.
+        splash: kernels of attention, used in rows whose shape allows it.
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
@@ -115,7 +116,7 @@ def abstract(
     mesh: jax.sharding.Mesh,
     lora: LoraOptions | None = None,
     *,
-    splash: bool = False,
+    splash: SplashKernels | None = None,
 ) -> tuple[Any, Any]:
     """Make graph and state of a model, with shapes only."""
     from services.trainer.models.construction import create  # Tunix's model takes a second to import
@@ -124,7 +125,7 @@ def abstract(
         made: Any = create(model, dtype, remat)
         made.described, made.lora = model, lora
         for layer in made.layers if splash else ():
-            layer.attn.splash = mesh
+            layer.attn.splash = splash
         if lora is not None:
             adapt(made, lora)
         return made

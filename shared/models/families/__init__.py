@@ -1,7 +1,7 @@
 """Model families: each module here has the name of a `model_type` and holds its record as `FAMILY`.
 
-A new family is a new module. The trainer builds the model from the record; the engine has a class of the record's
-architecture.
+Packages bring the records of others (`volley.families`). The trainer builds the model from the record; the engine has a
+class of the record's architecture.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
+from shared import packages
 from shared.models.family import SLIDING, Family
 
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by its `model_type`."""
-    names = sorted(module.name for module in iter_modules(__path__))
-    return {name: import_module(f"{__name__}.{name}").FAMILY for name in names}
+    """Every family by its `model_type`, in that order. Raises ConfigError."""
+    own = {module.name: import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)}
+    return dict(sorted({**packages.loaded(packages.FAMILIES), **own}.items()))
 
 
 def supported() -> str:

@@ -213,7 +213,7 @@ def test_activations_are_near_what_xla_allots(
 def allotted(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> int:
     """By XLA, optimized as in use, beside arguments and results."""
     mesh = make_mesh((1, 1), ("fsdp", "tp"))
-    made: Model = nnx.merge(*abstract(described, model.dtype, model.remat, mesh, model.lora, splash=False))
+    made: Model = nnx.merge(*abstract(described, model.dtype, model.remat, mesh, model.lora))
     entropy = "gradient" if policy.algorithm.needs.entropy else "value"
     of_batch = gradient(objective(made, policy.algorithm.loss, policy.temperature, entropy))
     shapes = (*divided(params_of(made)), micro_batch(described, model, policy, policy.layout.rows))

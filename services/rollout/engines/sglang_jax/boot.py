@@ -14,10 +14,10 @@ from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 from sgl_jax.srt.mem_cache import memory_pool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from sgl_jax.srt.models.registry import ModelRegistry
 from sgl_jax.srt.server_args import ServerArgs
 
 from services.rollout.engines.base import OPTIONS, EngineSpec
-from services.rollout.engines.sglang_jax import models
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.loading.staging import zero_adapters
 from services.rollout.engines.sglang_jax.scheduling.adapters import adapted
@@ -61,7 +61,8 @@ def build_scheduler(
 
     `runs_on` is the platform of this process, if it is not that of `spec` (see tools/lower).
     """
-    models.register()
+    further = packages.part("engine_classes", required=False) or ()
+    ModelRegistry.models |= {one.__name__: one for one in further}
     _replace(LogitsProcessor, "_get_logits", float32_logits)
     _replace(embeddings.Llama3RotaryEmbedding, "_compute_cos_sin", _scaled_cos_sin)
     if spec.device == "cpu":

@@ -5,6 +5,7 @@ in blocks; and where it is taken.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,12 +15,15 @@ import pytest
 
 from services.trainer.batches.batch import Batch, BatchLayout, micro_batches, supervised_row
 from services.trainer.learner.scoring import objective, params_of
-from services.trainer.models import attention, splash
+from services.trainer.models import attention
 from services.trainer.models.attention import Packing, ScoreOptions
 from services.trainer.models.family import make_mesh
+from services.trainer.models.splash import splash_kernels
 from shared.errors import ConfigError
 from tests.support import models
 from tests.trainer.support import model_of
+from volley_families.trainer import splash
+from volley_families.trainer.splash import SplashKernels
 from volley_supervised.learner.imitation import supervised_loss
 
 K, H = 2, 8
@@ -133,7 +137,8 @@ def test_a_model_is_trained_alike_by_both(is_packed: bool, monkeypatch: pytest.M
         batch = micro_batches(rows, np.ones(2), BatchLayout((128,), 2, 0), 1)[0]
     found = []
     for by_splash in (True, False):
-        model = model_of(weights, config, mesh, splash=by_splash, remat="decoder")
+        kernels = SplashKernels(mesh) if by_splash else None
+        model = model_of(weights, config, mesh, splash=kernels, remat="decoder")
         assert all(hasattr(layer.attn, "splash") == by_splash for layer in model.layers)
         gradient = jax.jit(jax.value_and_grad(objective(model, supervised_loss, 1.0), has_aux=True))
         text = gradient.lower(params_of(model), batch).as_text(debug_info=True)
@@ -148,13 +153,13 @@ def test_a_model_is_trained_alike_by_both(is_packed: bool, monkeypatch: pytest.M
 
 
 def test_it_is_taken_on_tpus_where_it_can_be_and_refused_where_it_cannot():
-    assert splash.uses_splash("auto", "tpu")
-    assert splash.uses_splash("splash", "tpu")
-    assert not splash.uses_splash("blocks", "tpu")
-    assert not splash.uses_splash("auto", "cpu")
-    with pytest.raises(ConfigError, match="kernels for TPUs, and the trainer's devices are of the platform cpu"):
-        splash.uses_splash("splash", "cpu")
+    tpu: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     mesh = make_mesh((2, 1), AXES)
-    assert splash.fits((4, 384, 2, 64), mesh)
-    assert not splash.fits((4, 400, 2, 64), mesh)
-    assert not splash.fits((1, 384, 2, 64), mesh)
+    assert splash_kernels("auto", tpu) == splash_kernels("splash", tpu) == SplashKernels(tpu)
+    assert splash_kernels("blocks", tpu) is None
+    assert splash_kernels("auto", mesh) is None
+    with pytest.raises(ConfigError, match="kernels for TPUs, and the trainer's devices are of the platform cpu"):
+        splash_kernels("splash", mesh)
+    assert SplashKernels(mesh).fits((4, 384, 2, 64))
+    assert not SplashKernels(mesh).fits((4, 400, 2, 64))
+    assert not SplashKernels(mesh).fits((1, 384, 2, 64))

@@ -10,8 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tunix.models.qwen3 import model as qwen3
 
 from shared.models.family_parts import Experts
+
+
+class RoutedExperts(qwen3.MoELayer):
+    """Tunix's layer, computed by `mixed`, with `norm_topk_prob`: the weights of the chosen experts add up to 1."""
+
+    norm_topk_prob: bool
+
+    def mixed(self, x: jax.Array, given: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """See `mixed`."""
+        return mixed(self, x, given)
 
 
 def mixed(mlp: Any, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -20,7 +31,7 @@ def mixed(mlp: Any, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.A
     Also returns bool [B, T]: tokens whose experts differ from the router's choice.
 
     Args:
-        mlp: Tunix's MoELayer, with `norm_topk_prob`: its router [D, E], and gate, up [E, D, F] and down [E, F, D].
+        mlp: RoutedExperts: its router [D, E], and gate, up [E, D, F] and down [E, F, D].
         given: int [B, T, k], the experts of each token, in any order; -1: the router chooses. Their weights are the
             router's probabilities of them, with gradient (see shared.routing).
 

@@ -6,7 +6,6 @@ Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, not absorbed: keys and va
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,30 +45,28 @@ class LatentAttention(nnx.Module):
         self.kv_b_proj = linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), (None, "tp"))
         self.o_proj = linear(heads * sizes.v_head_dim, hidden, ("tp", "fsdp"))
 
+    def attend(
+        self, x: jax.Array, rotate: Callable[[jax.Array], jax.Array], attention: Callable[..., jax.Array]
+    ) -> jax.Array:
+        """Compute a layer's attention [B, T, D] of x [B, T, D].
 
-def attend(
-    attn: Any, x: jax.Array, rotate: Callable[[jax.Array], jax.Array], attention: Callable[..., jax.Array]
-) -> jax.Array:
-    """Compute a layer's attention [B, T, D] of x [B, T, D].
-
-    Args:
-        attn: LatentAttention.
-        rotate: rotary positions of [B, T, heads, R]; turns the two halves of the last axis together.
-        attention: of queries, keys and values [B, T, N, H] each, and ScoreOptions.
-    """
-    sizes: Latent = attn.sizes
-    heads = (*x.shape[:2], attn.n_heads, -1)
-    queries = attn.q_b_proj(attn.q_a_layernorm(attn.q_a_proj(x))) if hasattr(attn, "q_a_proj") else attn.q_proj(x)
-    q, q_turned = jnp.split(queries.reshape(heads), [sizes.qk_nope_head_dim], axis=-1)
-    latent, k_turned = jnp.split(attn.kv_a_proj_with_mqa(x), [sizes.kv_lora_rank], axis=-1)
-    expanded = attn.kv_b_proj(attn.kv_a_layernorm(latent)).reshape(heads)
-    k, v = jnp.split(expanded, [sizes.qk_nope_head_dim], axis=-1)
-    q_turned, k_turned = rotate(_halves(q_turned)), rotate(_halves(k_turned[:, :, None]))
-    q = jnp.concatenate([q, q_turned], axis=-1)
-    k = jnp.concatenate([k, jnp.broadcast_to(k_turned, q_turned.shape)], axis=-1)
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, sizes.qk_head_dim - sizes.v_head_dim)))
-    mixed = attention(q, k, v, ScoreOptions(scale=sizes.qk_head_dim**-0.5))[..., : sizes.v_head_dim]
-    return attn.o_proj(mixed.reshape(*x.shape[:2], -1))
+        Args:
+            rotate: rotary positions of [B, T, heads, R]; turns the two halves of the last axis together.
+            attention: of queries, keys and values [B, T, N, H] each, and ScoreOptions.
+        """
+        sizes: Latent = self.sizes
+        heads = (*x.shape[:2], self.n_heads, -1)
+        queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if hasattr(self, "q_a_proj") else self.q_proj(x)
+        q, q_turned = jnp.split(queries.reshape(heads), [sizes.qk_nope_head_dim], axis=-1)
+        latent, k_turned = jnp.split(self.kv_a_proj_with_mqa(x), [sizes.kv_lora_rank], axis=-1)
+        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).reshape(heads)
+        k, v = jnp.split(expanded, [sizes.qk_nope_head_dim], axis=-1)
+        q_turned, k_turned = rotate(_halves(q_turned)), rotate(_halves(k_turned[:, :, None]))
+        q = jnp.concatenate([q, q_turned], axis=-1)
+        k = jnp.concatenate([k, jnp.broadcast_to(k_turned, q_turned.shape)], axis=-1)
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, sizes.qk_head_dim - sizes.v_head_dim)))
+        mixed = attention(q, k, v, ScoreOptions(scale=sizes.qk_head_dim**-0.5))[..., : sizes.v_head_dim]
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
 
 def _halves(x: jax.Array) -> jax.Array:

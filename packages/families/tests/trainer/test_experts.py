@@ -18,7 +18,6 @@ from services.trainer.batches.batch import Batch, BatchLayout, Row, arranged, as
 from services.trainer.groups.group_buffer import GroupBuffer, ready_group
 from services.trainer.learner.policy import Policy
 from services.trainer.learner.scoring import Scorer, objective, params_of
-from services.trainer.models import experts
 from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.options import Remat
 from shared.models.config import ModelConfig
@@ -30,6 +29,7 @@ from tests.support import decoder_reference, families, models
 from tests.trainer.support import group
 from tests.trainer.test_group_buffer import RULES
 from tests.trainer.test_policy import OPTIONS, START
+from volley_families.trainer import experts
 from volley_supervised.learner.imitation import supervised_loss
 
 CASE = families.case("qwen3-moe")
