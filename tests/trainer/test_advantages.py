@@ -3,9 +3,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.trainer.algorithms import estimators
 from services.trainer.algorithms.terms import advantages
 from services.trainer.algorithms.terms.advantages import moments
+from volley_algorithms import estimators
 
 ESTIMATORS = ["grpo", "drgrpo", "rloo"]
 

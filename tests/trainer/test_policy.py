@@ -33,6 +33,7 @@ from tests.support import decoder_reference, models
 from tests.trainer.support import CONFIG, group, model_of
 from volley_algorithms.sao import Sao
 from volley_algorithms.sections import CispoSection, DppoSection, SaoSection
+from volley_proof.replay.values import values_of
 
 CONFIG_1 = CONFIG | {"num_hidden_layers": 1}
 WEIGHTS = models.random_weights(CONFIG_1, seed=4)
@@ -102,7 +103,7 @@ def test_values_of_tokens_have_the_advantages_of_the_step():
     """Also where advantages have a KL term of the sampler's log-probabilities, and not of the trainer's."""
     section = GrpoSection(beta=0.5, kl_in="reward")
     one, groups = policy(replace(OPTIONS, algorithm=algorithm(section, 1, 16))), held(1, 2, 3, 4)
-    values = [its for group in one.token_values(groups, START) for its in group]
+    values = [its for group in values_of(one, groups, START) for its in group]
     batches, _ = one._batches(groups, START)
     of_step = np.concatenate([batch.advantages[batch.mask > 0] for batch in batches])
     shown = np.concatenate([its.advantages for its in values])
@@ -136,7 +137,7 @@ def test_masks_of_tokens_are_those_of_the_loss(section: PolicyGradientSection, l
     """Their means over the sampled tokens are the fractions that the step reports."""
     options = replace(OPTIONS, algorithm=algorithm(section, 1, 16), layout=layout)
     one, groups = policy(options), held(1, 2, 3, 4)
-    values = [its for group in one.token_values(groups, START) for its in group]
+    values = [its for group in values_of(one, groups, START) for its in group]
     sampled = [t.stored("loss_mask") > 0 for h in groups for t in h.group.trajectories]
     marks, weights = (
         np.concatenate([getattr(its, kind)[at] for its, at in zip(values, sampled, strict=True)])

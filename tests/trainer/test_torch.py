@@ -143,11 +143,11 @@ def steps_of_torch(
     torch: Torch, one: Policy, folder: Path, reference: Path, groups: Sequence[Sequence[ReadyGroup]]
 ) -> dict[str, np.ndarray]:
     """Parameters, losses and gradients of the same steps, computed by torch from the same weights and episodes."""
-    options = one._options
+    options = one.options
     section = options.algorithm.section
     return torch.ask(
         "train",
-        **of_adapters(one._model.lora, one._learner.trained),
+        **of_adapters(one.model.lora, one._learner.trained),
         folder=str(folder),
         reference=str(reference),
         steps=[[[episode(t) for t in h.group.trajectories] for h in held] for held in groups],
@@ -172,7 +172,7 @@ def compare_steps(
     `tolerance` is of the difference of a tensor's gradient, relative to its norm. A `share` of the parameters may
     differ: the first step of Adam divides gradients that are all rounding by their size.
     """
-    optimizer, before = one._options.optimizer, models.Weights()
+    optimizer, before = one.options.optimizer, models.Weights()
     for number, held in enumerate(groups):
         made = one.step(held, WeightVersion(1, number))
         after = moments(one.contents().optimizer)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from services.trainer import activity
-from services.trainer.algorithms.terms.actor import TokenMasks
 from services.trainer.algorithms.terms.algorithm import Algorithm, Needs
 from services.trainer.batches.batch import (
     Aggregation,
@@ -37,7 +36,7 @@ from services.trainer.learner.foreign import ForeignLearner, ForeignOptions, mak
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
-from services.trainer.learner.token_views import MaskReader, effective_share, mean_difference, own, token_values
+from services.trainer.learner.token_views import effective_share, mean_difference
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
 from services.trainer.learner.training_rows import GroupRows, group_rows
 from services.trainer.metrics import step_metrics
@@ -47,7 +46,6 @@ from services.trainer.models.family import Model
 from services.trainer.publishing.publications import ModelToPublish
 from shared import packages
 from shared.run.checkpoint_files import Probe
-from shared.run.token_values import TokenValues
 from shared.types import WeightVersion
 
 _COMPARED = "logprob_abs_diff"
@@ -100,7 +98,7 @@ class Policy:
         config: Mapping[str, Any],
         reference: Mapping[str, HostArray] | None,
     ) -> None:
-        self._model, self._options = model, options
+        self.model, self.options = model, options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
         self._scorer = Scorer(model, options.temperature)
         self._spots: SpotScorer | None = None
@@ -122,13 +120,18 @@ class Policy:
         They may differ from the present options in nothing else. Parameters, optimizer state, critic and reference do
         not change.
         """
-        self._options = options
+        self.options = options
         if isinstance(self._learner, Learner):
-            self._learner.configure(make_optimizer(options.optimizer), _objective(self._model, options))
+            self._learner.configure(make_optimizer(options.optimizer), _objective(self.model, options))
         elif options.foreign is not None:
             self._learner.configure(make_optimizer(options.optimizer), options.foreign)
         if self._critic is not None and options.critic is not None:
             self._critic.apply_setup(options.critic)
+
+    @property
+    def params(self) -> Params:
+        """All parameters on their devices, until the next step."""
+        return self._learner.params
 
     def compile(self, batch: Batch) -> None:
         """Compile the update of the policy for micro-batches like this one, before the first step needs it."""
@@ -142,9 +145,9 @@ class Policy:
         """
         batches, statistics = self._batches(ready, before)
         self._probed = None
-        if self._spots is not None and self._options.spot_checks:
+        if self._spots is not None and self.options.spot_checks:
             self._spots.keep(before, self._learner)
-        updates = [self._update(batches, before.step) for _ in range(self._options.n_iterations)]
+        updates = [self._update(batches, before.step) for _ in range(self.options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
         statistics |= {"compiled_shapes": float(self._learner.n_shapes)}
         made = StepMetrics(
@@ -155,14 +158,14 @@ class Policy:
         )
         numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
         self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
-        if (decay := self._options.needs.baseline_decay) is not None:
+        if (decay := self.options.needs.baseline_decay) is not None:
             groups = [one.group.trajectories for one in ready]
-            self._baselines.learn(groups, decay, self._options.algorithm.counts)
+            self._baselines.learn(groups, decay, self.options.algorithm.counts)
         return made
 
     def _update(self, batches: Sequence[Batch], step: int) -> Update:
         """Update the critic, if there is one, and the policy, unless the critic is still warming up."""
-        setup = self._options.critic
+        setup = self.options.critic
         if self._critic is None or setup is None:
             return self._learner.update(batches)
         n_tokens = max(1.0, sum(float(b.mask.sum()) for b in batches))
@@ -183,7 +186,7 @@ class Policy:
         """Score a share of the episodes again, and compare servers with it; the weights do not change."""
         if self._spots is None:
             return []
-        return self._spots.compare(ready, self._options.spot_checks, present, self._learner)
+        return self._spots.compare(ready, self.options.spot_checks, present, self._learner)
 
     def effective_share(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> float:
         """Compute Kish's effective sample size of the sampled tokens, as a share of them; the weights do not change.
@@ -196,38 +199,12 @@ class Policy:
         """Score the rows of each group with the present weights: float32 [T] of each row."""
         of_groups = [[row for t in one.group.trajectories for row in policy_rows(t, present)] for one in ready]
         rows = [row for of_group in of_groups for row in of_group]
-        layout = self._options.layout
+        layout = self.options.layout
         parts = arranged(rows, layout, layout.n_micro(len(rows)))
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         scored = self._logprobs(self._learner.params, batches)
         ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
         return [[next(ours) for _ in of_group] for of_group in of_groups]
-
-    def token_values(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> list[list[TokenValues]]:
-        """Return what a step on these groups would start from, by group and episode; the weights do not change."""
-        needs = self._options.needs
-        rows = self._with_advantages(ready, before, needs).rows
-        if not needs.old:  # scored afterwards: advantages with a KL term would use it
-            rows = self._scored(rows, Needs(old=True))
-        known = zip(rows, self._masks_of_tokens(ready, before, rows), strict=True)
-        return [[token_values(*next(known)) for _ in one.group.trajectories] for one in ready]
-
-    def _masks_of_tokens(
-        self, ready: Sequence[ReadyGroup], before: WeightVersion, of_episodes: Sequence[Sequence[Row]]
-    ) -> list[dict[str, np.ndarray]]:
-        """`TokenMasks` of each episode in the first update of a step on these groups; empty with foreign losses."""
-        options = self._options
-        if options.foreign is not None:
-            return [{} for _ in of_episodes]
-        rows, weights = self._rows(ready, before)
-        parts, read = self._arranged(rows), MaskReader(self._model, options.algorithm, options.temperature)
-        found = [read(self._learner.params, batch) for batch in assembled(rows, weights, parts, options.layout.pad_id)]
-        tables = {name: by_row([getattr(one, name) for one in found], rows, parts) for name in TokenMasks._fields}
-        made, start = list[dict[str, np.ndarray]](), 0
-        for its in of_episodes:
-            at = slice(start, start := start + len(its))
-            made.append({name: own(table[at], rows[at]) for name, table in tables.items()})
-        return made
 
     def contents(self) -> CheckpointContents:
         """Collect the contents of a checkpoint of the present weights; with adapters, only those.
@@ -290,42 +267,42 @@ class Policy:
 
     def _batches(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
         """Make the micro-batches of a step, and measure how much of them is padding."""
-        rows, weights = self._rows(ready, before)
-        parts = self._arranged(rows)
+        rows, weights = self.rows(ready, before)
+        parts = self.arranged(rows)
         measured = efficiency(parts)
         if len(rows) > sum(len(one.group.trajectories) for one in ready):
             measured["sequences"] = float(len(rows))
-        return assembled(rows, weights, parts, self._options.layout.pad_id), measured
+        return assembled(rows, weights, parts, self.options.layout.pad_id), measured
 
-    def _rows(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Row], np.ndarray]:
+    def rows(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Row], np.ndarray]:
         """Make the rows of a step, and the weights of their tokens in its loss, float64 [number of rows]."""
-        options, made = self._options, self._with_advantages(ready, before, self._options.needs)
+        options, made = self.options, self.with_advantages(ready, before, self.options.needs)
         if options.critic is not None:
             made = made.with_values("returns", options.critic.algorithm.returns(made.episodes))
         return made.weighted(options.algorithm, options.aggregation, options.max_response_length)
 
-    def _with_advantages(self, ready: Sequence[ReadyGroup], before: WeightVersion, needs: Needs) -> GroupRows:
+    def with_advantages(self, ready: Sequence[ReadyGroup], before: WeightVersion, needs: Needs) -> GroupRows:
         """Make the rows of each episode, with token values and advantages."""
-        groups, algorithm, baselines = [one.group.trajectories for one in ready], self._options.algorithm, None
+        groups, algorithm, baselines = [one.group.trajectories for one in ready], self.options.algorithm, None
         if needs.baseline_decay is not None:
             baselines = self._baselines.before(groups, needs.baseline_decay, algorithm.counts)
-        return group_rows(groups, before, algorithm, lambda rows: self._scored(rows, needs), baselines)
+        return group_rows(groups, before, algorithm, lambda rows: self.scored(rows, needs), baselines)
 
-    def _arranged(self, rows: Sequence[Row]) -> list[MicroBatch]:
+    def arranged(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Arrange the rows of a step; episodes of several sequences may need more micro-batches of the same shape."""
-        layout = self._options.layout
+        layout = self.options.layout
         return arranged(rows, layout, max(self._n_micro, layout.n_micro(len(rows))))
 
-    def _scored(self, of_episodes: Sequence[Sequence[Row]], needs: Needs) -> list[list[Row]]:
+    def scored(self, of_episodes: Sequence[Sequence[Row]], needs: Needs) -> list[list[Row]]:
         """Add to the rows of each episode the token values that the algorithm needs.
 
         The reference is another model, so it routes tokens to experts of its own choice.
         """
-        layout = self._options.layout
+        layout = self.options.layout
         if not (needs.reference or needs.old or needs.values):
             return [list(rows) for rows in of_episodes]
         rows = [row for its in of_episodes for row in its]
-        parts = self._arranged(rows)
+        parts = self.arranged(rows)
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         tables: dict[str, list[np.ndarray]] = {}
         if self._reference is not None:

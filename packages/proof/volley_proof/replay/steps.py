@@ -24,6 +24,7 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from volley_proof.replay import refused
 from volley_proof.replay.recorded import COMPARED_METRICS, RecordedStep
+from volley_proof.replay.values import values_of
 
 if TYPE_CHECKING:
     from services.trainer.groups.group_buffer import ReadyGroup
@@ -132,7 +133,7 @@ def replay(folder: Path, first: int, last: int | None, *, tokens: bool = False) 
 
 def _write_tokens(recorded: RecordedStep, policy: Policy, held: Sequence[ReadyGroup], step: int) -> None:
     before = WeightVersion(recorded.version(step).epoch, step - 1)
-    found = zip(held, policy.token_values(held, before), strict=True)
+    found = zip(held, values_of(policy, held, before), strict=True)
     values = {
         (one.ticket, one.sample_index): its
         for group, of_group in found

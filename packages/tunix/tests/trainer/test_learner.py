@@ -79,7 +79,7 @@ def test_losses_and_gradients_are_ours(section: PolicyGradientSection, n_micro: 
 
 def test_steps_of_both_learners_are_those_of_torch(torch: Torch, tmp_path: Path) -> None:
     own, groups = folders(tmp_path), [held(1, 2), held(3, 4)]
-    both = [loaded(*own, one._options) for one in by_tunix(GrpoSection(beta=0.1))]
+    both = [loaded(*own, one.options) for one in by_tunix(GrpoSection(beta=0.1))]
     known = steps_of_torch(torch, both[0], *own, groups)
     for one in both:
         compare_steps(one, groups, known)
