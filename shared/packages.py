@@ -43,8 +43,11 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `services.orchestrator.servers.fleet.Observe`,
                       `generation_policy` → `(GenerationSection, groups per step, group size, mask_truncated) ->
                       GenerationPolicy` (services.orchestrator.schedule.policy),
+                      `seats` → `(groups, compute) -> advantages`, which compares the seats of a game apart,
                       `teachers` → `(RunConfig) -> OpenTeachers` (services.orchestrator.episodes.teaching),
                       `teachers.check` → `(RunConfig) -> Awaitable[None]`, which asks each teacher once,
+                      `teachers.loss` → `(Algorithm, coef) -> Algorithm` (services.trainer.algorithms.terms.algorithm),
+                      `teachers.metrics` → `(groups) -> fields` of a line of metrics,
                       `rule_checks` → `(PolicyGradientSection, filter) -> None`, which tries the user's own rules,
                       `rules.filter` → `(text) -> GroupRule` (shared.group_rules), `rules.credit` → `(text) ->
                       (Trajectory, TokenRewards) -> TokenRewards` (services.trainer.algorithms.terms.rewards),
@@ -100,9 +103,9 @@ OWNERS: Mapping[str, str] = {
         ("own", "reinforce_plus_plus", "rule_checks", "rule_text", "rules.credit", "rules.filter"),
         "volley-rl-algorithms",
     ),
+    **dict.fromkeys(("adaptive_concurrency", "curriculum", "generation_policy"), "volley-rl-algorithms"),
     **dict.fromkeys(
-        ("adaptive_concurrency", "curriculum", "generation_policy", "teachers", "teachers.check"),
-        "volley-rl-algorithms",
+        ("seats", "teachers", "teachers.check", "teachers.loss", "teachers.metrics"), "volley-rl-algorithms"
     ),
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),

@@ -22,11 +22,11 @@ from dataclasses import replace
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
-from services.trainer.algorithms.terms.distillation import penalty
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
 from volley_algorithms.estimators import Estimated
 from volley_algorithms.masked import masked_reinforce
 from volley_algorithms.sections import MopdSection
+from volley_algorithms.teachers.distillation import penalty
 
 
 class Mopd(Estimated[MopdSection]):

@@ -17,10 +17,10 @@ import numpy as np
 
 from services.trainer.algorithms.terms.advantages import returns_to_go
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
-from services.trainer.algorithms.terms.distillation import penalty
 from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled
 from services.trainer.algorithms.terms.rewards import each_sequence
 from volley_algorithms.sections import OnPolicyDistillationSection
+from volley_algorithms.teachers.distillation import penalty
 
 
 class OnPolicyDistillation(Clipped[OnPolicyDistillationSection]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.interfaces import CheckpointStore, TrainerBackend, TrainQueue
 from services.trainer.loop.ledger import LedgerFile
-from services.trainer.loop.log_bounds import LogBounds
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.run_store import RunStore
 from services.trainer.publishing.publications import PublishedVersion
@@ -17,6 +18,22 @@ from services.trainer.step_log import StepLog
 from shared.process.sinks import MetricsFanout
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
+from shared.types import WeightVersion
+
+
+class LogBounds(Protocol):
+    """Bounds of a fork, which trains from another run's log; `is_exhausted` once the buffer has every group of it."""
+
+    @property
+    def is_exhausted(self) -> Callable[[], bool]: ...
+
+    def ended(self, groups: Sequence[ReadyGroup], present: WeightVersion, is_exhausted: bool) -> str | None:
+        """Return the reason why training ends before the step on these groups; None if it goes on. Blocks."""
+        ...
+
+    def of_line(self) -> Mapping[str, Any]:
+        """Return fields for a line of metrics, of the groups that `ended` last saw."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

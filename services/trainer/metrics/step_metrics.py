@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from services.trainer.algorithms.terms.advantages import moments
-from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.groups.group_buffer import ReadyGroup
 from shared.types import Group, Trajectory
 
@@ -111,20 +110,6 @@ def of_components(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     parts = {name: np.array([t.reward_components.get(name, 0.0) for t in trajectories], np.float64) for name in names}
     return {f"reward/{name}": moments(values)[0] for name, values in parts.items()}
-
-
-def of_teacher(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute `teacher_kl`: reverse KL from the sampling policy to the teacher, mean over sampled tokens (k1, nats).
-
-    With a privileged teacher also `teacher_lacks/NAME`: the number of episodes that it did not score because that
-    information was missing. Empty without a teacher.
-    """
-    views = [t.teacher_view for group in groups for t in group.trajectories if t.teacher_view is not None]
-    lacks = Counter(f"teacher_lacks/{name}" for view in views for name in view.lacks)
-    shown = [t for group in groups for t in group.trajectories if t.teacher_logprobs is not None]
-    n_tokens = sum(t.n_sampled for t in shown)
-    kl = {"teacher_kl": float(sum(reverse_kl(t).sum() for t in shown)) / n_tokens} if n_tokens else {}
-    return {**kl, **dict(sorted(lacks.items()))}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from services.trainer.interfaces import TrainerBackend
 from services.trainer.loop.ledger import LedgerFile
-from services.trainer.loop.log_bounds import LogBounds
 from shared.errors import DecodeError
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run import archive, ledger
@@ -27,6 +26,7 @@ from shared.run.state import TrainerState
 from shared.types import Group, Lineage, WeightVersion
 from volley_python.folder import counted_lines
 from volley_python.folder.forks import Fork
+from volley_proof.replay.log_bounds import LogBounds
 
 
 class LogQueue:

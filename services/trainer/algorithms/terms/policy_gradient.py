@@ -16,7 +16,6 @@ from services.trainer.algorithms.terms.advantages import Estimate, group_relativ
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, TokenRewards
-from services.trainer.algorithms.terms.seats import for_each_seat
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
@@ -112,7 +111,9 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
                 for group in groups
             ]
 
-        return for_each_seat(groups, of_kept)
+        if not any(episode.trajectory.seats for group in groups for episode in group):
+            return of_kept(groups)
+        return packages.part("seats")(groups, of_kept)
 
     @abstractmethod
     def surrogate(self, tokens: Tokens) -> TokenLoss:

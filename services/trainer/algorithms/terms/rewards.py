@@ -21,7 +21,6 @@ Grouping = Literal["state", "inductive", "batch"]
 Method = Literal["identity", "mean_std", "asym_clip"]
 _EPSILON = 1e-6
 _ASYMMETRIC = (-1.0, 3.0)
-_MOST_NATS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +115,6 @@ def each_sequence(trajectory: Trajectory, compute: Callable[..., np.ndarray], *a
     ends = np.cumsum(trajectory.own_lengths())[:-1]
     parts = zip(*(np.split(one, ends) for one in arrays), strict=True)
     return np.concatenate([compute(*part) for part in parts])
-
-
-def reverse_kl(trajectory: Trajectory, old: np.ndarray | None = None) -> np.ndarray:
-    """Compute log p(student) - log p(teacher) at sampled tokens, 0 elsewhere; float64 [N].
-
-    The student is the sampling policy, as the trainer computes it (`old`, float32 [N]) if that is known. Differences
-    are clipped to ±20 nats, so no single token that the teacher nearly excludes dominates a step. All are 0 if the
-    teacher has scored nothing, because it lacked information (`teacher_view`).
-    """
-    if trajectory.teacher_logprobs is None:
-        return np.zeros(trajectory.n_stored)
-    student = trajectory.stored("logprobs") if old is None else old
-    difference = student.astype(np.float64) - trajectory.stored("teacher_logprobs").astype(np.float64)
-    return np.where(trajectory.stored("loss_mask"), np.clip(difference, -_MOST_NATS, _MOST_NATS), 0.0)
 
 
 def normalized(

@@ -18,8 +18,6 @@ def for_each_seat(groups: Sequence[EpisodeGroup], compute: Compute) -> list[list
 
     A group without seats is passed on as it is. A seat that did not move in an episode is missing in its group.
     """
-    if not any(episode.trajectory.seats for group in groups for episode in group):
-        return compute(groups)
     split = [[_places(episode) for episode in group] for group in groups]
     keys = [
         (number, seat) for number, group in enumerate(split) for seat in dict.fromkeys(s for one in group for s in one)

@@ -15,16 +15,15 @@ from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm, taught
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.batches.batch import Batch
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
-from services.trainer.metrics.step_metrics import of_teacher
 from shared import algorithm_schema as schema
 from shared.queue.records import StreamEntry
 from shared.run.progress import TicketProgress
 from shared.types import Group
 from tests.trainer import support
 from volley_algorithms import sections
+from volley_algorithms.teachers.distillation import of_teacher, reverse_kl
 
 VERSION = "e000001-s000000"
 ALONE = sections.OnPolicyDistillationSection(name="on_policy_distillation")

@@ -14,11 +14,9 @@ import pytest
 
 from services.trainer.algorithms.registry import algorithm, taught
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
-from services.trainer.algorithms.terms.distillation import penalty
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
-from services.trainer.metrics.step_metrics import of_teacher
 from shared import algorithm_schema as schema
 from shared.algorithm_schema import AlgorithmSection
 from shared.queue.records import StreamEntry
@@ -27,9 +25,10 @@ from shared.teacher_view import TeacherPrompt, TeacherView
 from shared.types import Group, Trajectory, VersionSpan
 from tests.trainer import support
 from volley_algorithms.sections import MopdSection
+from volley_algorithms.teachers.distillation import of_teacher, penalty
 
 VERSION = "e000001-s000000"
-TRL = json.loads((Path(__file__).parents[1] / "fixtures/trl/sdpo.json").read_text(encoding="utf-8"))
+TRL = json.loads((Path(__file__).parents[4] / "tests/fixtures/trl/sdpo.json").read_text(encoding="utf-8"))
 IDS, MASK, TAUGHT = np.array(TRL["ids"]), np.array(TRL["mask"]), np.array(TRL["taught"])
 PURE = MopdSection(name="mopd", ratio_bounds=(0.5, 2.0))
 MIXED = schema.GrpoSection(teacher_kl_coef=1.0, loss_agg_mode="sequence-mean-token-mean")

@@ -10,6 +10,7 @@ rollout, so its log-probabilities are part of the data: neither a step nor a rep
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,10 +20,11 @@ import numpy as np
 from services.trainer.algorithms.terms.actor import TokenMasks
 from services.trainer.algorithms.terms.algorithm import Algorithm, EpisodeGroup, EpisodeTokens, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from shared.types import Trajectory
+from shared.types import Group, Trajectory
+
+_MOST_NATS = 20.0
 
 
 class Taught:
@@ -55,3 +57,31 @@ class Taught:
 def penalty(episode: EpisodeTokens, coef: float) -> np.ndarray:
     """Compute float64 [N]: the teacher's part of each token's advantage."""
     return -coef * reverse_kl(episode.trajectory, episode.old)
+
+
+def reverse_kl(trajectory: Trajectory, old: np.ndarray | None = None) -> np.ndarray:
+    """Compute log p(student) - log p(teacher) at sampled tokens, 0 elsewhere; float64 [N].
+
+    The student is the sampling policy, as the trainer computes it (`old`, float32 [N]) if that is known. Differences
+    are clipped to ±20 nats, so no single token that the teacher nearly excludes dominates a step. All are 0 if the
+    teacher has scored nothing, because it lacked information (`teacher_view`).
+    """
+    if trajectory.teacher_logprobs is None:
+        return np.zeros(trajectory.n_stored)
+    student = trajectory.stored("logprobs") if old is None else old
+    difference = student.astype(np.float64) - trajectory.stored("teacher_logprobs").astype(np.float64)
+    return np.where(trajectory.stored("loss_mask"), np.clip(difference, -_MOST_NATS, _MOST_NATS), 0.0)
+
+
+def of_teacher(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute `teacher_kl`: reverse KL from the sampling policy to the teacher, mean over sampled tokens (k1, nats).
+
+    With a privileged teacher also `teacher_lacks/NAME`: the number of episodes that it did not score because that
+    information was missing. Empty without a teacher.
+    """
+    views = [t.teacher_view for group in groups for t in group.trajectories if t.teacher_view is not None]
+    lacks = Counter(f"teacher_lacks/{name}" for view in views for name in view.lacks)
+    shown = [t for group in groups for t in group.trajectories if t.teacher_logprobs is not None]
+    n_tokens = sum(t.n_sampled for t in shown)
+    kl = {"teacher_kl": float(sum(reverse_kl(t).sum() for t in shown)) / n_tokens} if n_tokens else {}
+    return {**kl, **dict(sorted(lacks.items()))}
