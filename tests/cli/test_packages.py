@@ -160,6 +160,7 @@ from services.env.environments.kinds import kinds
 from shared import backend_kinds, engine_kinds
 from shared.config import load
 from shared.errors import ConfigError
+from shared.models.config import ModelConfig
 from volley.__main__ import all_commands
 
 load(["configs/chaos.yaml"])
@@ -171,6 +172,10 @@ for path, setting in (("quickstart", "mode=rl"), ("chaos", "mode=sft"), ("chaos"
         load([f"configs/{path}.yaml"], [setting])
     except ConfigError as error:
         print(error.detail)
+try:
+    ModelConfig.parse({"model_type": "gemma2"})
+except ConfigError as error:
+    print(error.detail)
 """
 PLAY = """
 import asyncio, sys
@@ -340,7 +345,9 @@ def test_the_core_loads_without_any_package() -> None:
     absent = "it belongs to the package volley-rl-supervised, which is not installed"
     shown = f"frozen_lake\n['sglang_jax'] ['volley']\nFalse\nunknown key sft: {absent}\nmode=sft: {absent}\n"
     absent = "it belongs to the package volley-rl-algorithms, which is not installed"
-    assert done.stdout == f"{shown}algorithm.name='dppo': {absent}\n", done.stderr
+    shown = f"{shown}algorithm.name='dppo': {absent}\n"
+    absent = "it belongs to the package volley-rl-families, which is not installed"
+    assert done.stdout == f"{shown}config.json: model_type='gemma2' is not supported: {absent}\n", done.stderr
 
 
 def test_the_env_service_plays_without_any_package(site: Path, tmp_path: Path) -> None:
