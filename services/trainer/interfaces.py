@@ -92,7 +92,7 @@ class TrainerBackend(Protocol):
         ...
 
     def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[Any]:
-        """Return the result of `SpotScorer.compare` on a share of the groups' episodes."""
+        """Return the result of `EpisodeScorer.compare` on a share of the groups' episodes."""
         ...
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
@@ -113,7 +113,7 @@ class TrainerBackend(Protocol):
         ...
 
 
-class SpotScorer(Protocol):
+class EpisodeScorer(Protocol):
     """Scores episodes again, exactly, with the weights that sampled them (part `spot_checks.scorer`).
 
     `learner` has the present weights, which do not change.
@@ -132,7 +132,7 @@ class SpotScorer(Protocol):
         ...
 
 
-class SpotChecks(Protocol):
+class ServerChecks(Protocol):
     """Finds servers that compute something else than the weights they name (part `spot_checks.servers`)."""
 
     async def check(self, groups: Sequence[ReadyGroup], present: WeightVersion) -> dict[str, Any]:

@@ -128,8 +128,8 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["services.env.sandbox.kind=box"], "services.env.sandbox.kind='box': unknown .valid: process, container"),
         (["services.env.sandbox.kind=container"], "services.env.sandbox.image is missing"),
         (["services.env.sandbox.image=a"], "services.env.sandbox.kind is missing"),
-        (["algorithm.name=magic"], "algorithm.name='magic': unknown .valid: grpo, drgrpo"),
-        (["algorithm.name=gropo"], r"algorithm\.name='gropo': did you mean grpo\? \(valid: grpo, drgrpo"),
+        (["algorithm.name=magic"], "algorithm.name='magic': unknown .valid: grpo, ppo"),
+        (["algorithm.name=gropo"], r"algorithm\.name='gropo': did you mean grpo\? \(valid: grpo, ppo"),
         (["algorithm=grpo"], "algorithm is a section: write algorithm.name=grpo$"),
         (
             ["algorithm.epsilon=null", "algorithm.sampler_is=token", "grpo_config.num_iterations=2"],

@@ -28,7 +28,7 @@ from services.trainer.batches.batch import (
 )
 from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.interfaces import SpotScorer
+from services.trainer.interfaces import EpisodeScorer
 from services.trainer.learner.baselines import Baselines
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
@@ -101,7 +101,7 @@ class Policy:
         self.model, self.options = model, options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
         self._scorer = Scorer(model, options.temperature)
-        self._spots: SpotScorer | None = None
+        self._spots: EpisodeScorer | None = None
         if options.spot_checks:
             self._spots = packages.part("spot_checks.scorer")(model, self._scorer, options.temperature, options.layout)
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)

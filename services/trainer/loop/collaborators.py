@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from shared.run.commits import CommitLog
 from shared.types import WeightVersion
 
 
-class LogBounds(Protocol):
+class TrainingBounds(Protocol):
     """Bounds of a fork, which trains from another run's log; `is_exhausted` once the buffer has every group of it."""
 
     @property
@@ -31,7 +31,7 @@ class LogBounds(Protocol):
         """Return the reason why training ends before the step on these groups; None if it goes on. Blocks."""
         ...
 
-    def of_line(self) -> Mapping[str, Any]:
+    def of_line(self) -> dict[str, Any]:
         """Return fields for a line of metrics, of the groups that `ended` last saw."""
         ...
 
@@ -62,4 +62,4 @@ class Collaborators:
     bucket: RunStore | None = None
     has_lost: Callable[[], bool] = lambda: False
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
-    log: LogBounds | None = None
+    log: TrainingBounds | None = None

@@ -21,7 +21,7 @@ from tunix.models.qwen3.model import shard
 
 from services.trainer.models import attention
 from services.trainer.models.attention import Packing, ScoreOptions
-from services.trainer.models.splash import SplashKernels
+from services.trainer.models.splash import KernelAttention
 
 _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
 
@@ -108,7 +108,7 @@ def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
         q, k = attn.q_norm(q), attn.k_norm(k)
     scores = getattr(attn, "scores", ScoreOptions())
     parts = _rotated(q, places), _rotated(k, places), v, places.visible_until, scores, places.positions
-    kernels: SplashKernels | None = getattr(attn, "splash", None)
+    kernels: KernelAttention | None = getattr(attn, "splash", None)
     mixed = kernels.attend(*parts) if kernels is not None and kernels.fits(q.shape) else attention.attend(*parts)
     return shard(attn.o_proj(mixed), attn.shd_config.act_btd)
 

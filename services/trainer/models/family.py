@@ -19,7 +19,7 @@ from services.trainer.models.initial_weights import Leaves
 from services.trainer.models.lora import LoraOptions, adapt
 from services.trainer.models.options import Remat
 from services.trainer.models.sharding import place
-from services.trainer.models.splash import SplashKernels
+from services.trainer.models.splash import KernelAttention
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
@@ -83,7 +83,7 @@ def build(
     dtype: str,
     remat: Remat = "none",
     lora: LoraOptions | None = None,
-    splash: SplashKernels | None = None,
+    splash: KernelAttention | None = None,
 ) -> Model:
     """Build a model with float32 parameters, sharded over `mesh`.
 
@@ -116,7 +116,7 @@ def abstract(
     mesh: jax.sharding.Mesh,
     lora: LoraOptions | None = None,
     *,
-    splash: SplashKernels | None = None,
+    splash: KernelAttention | None = None,
 ) -> tuple[Any, Any]:
     """Make graph and state of a model, with shapes only."""
     from services.trainer.models.construction import create  # Tunix's model takes a second to import

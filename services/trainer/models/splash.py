@@ -12,7 +12,7 @@ from shared import packages
 type Attention = Literal["auto", "blocks", "splash"]
 
 
-class SplashKernels(Protocol):
+class KernelAttention(Protocol):
     """Kernels of one mesh; hashable."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -32,7 +32,7 @@ class SplashKernels(Protocol):
         ...
 
 
-def splash_kernels(attention: Attention, mesh: jax.sharding.Mesh) -> SplashKernels | None:
+def splash_kernels(attention: Attention, mesh: jax.sharding.Mesh) -> KernelAttention | None:
     """Return the kernels that a model on this mesh uses; None if it uses none.
 
     Raises ConfigError if splash attention is required, and the platform has none or the package is not installed.

@@ -32,7 +32,7 @@ _KEPT = "splash"
 
 @dataclass(frozen=True, slots=True)
 class SplashKernels:
-    """See `services.trainer.models.splash.SplashKernels`."""
+    """Splash attention as `services.trainer.models.splash.KernelAttention`."""
 
     mesh: Mesh
 

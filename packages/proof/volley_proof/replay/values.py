@@ -1,4 +1,4 @@
-"""What a step on archived groups would start from, token by token, and what its loss does with each."""
+"""Values of the tokens that a step on archived groups would start from, and marks of how its loss treats each."""
 
 from __future__ import annotations
 
