@@ -24,9 +24,9 @@ from shared.run.ledger import TRAINED, Line
 from shared.run.lineage import epoch_of
 from shared.run.state import TrainerState
 from shared.types import Group, Lineage, WeightVersion
+from volley_proof.replay.log_bounds import LogBounds
 from volley_python.folder import counted_lines
 from volley_python.folder.forks import Fork
-from volley_proof.replay.log_bounds import LogBounds
 
 
 class LogQueue:
