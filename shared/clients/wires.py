@@ -1,4 +1,4 @@
-"""What carries the requests of an HttpClient: connections of our own, aiohttp's, or an application in this process."""
+"""Transports of an HttpClient: connections of our own, or aiohttp's (shared.clients.direct has a third, for tests)."""
 
 from __future__ import annotations
 

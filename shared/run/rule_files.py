@@ -25,8 +25,9 @@ def resolved(tree: Mapping[str, Any], base: Path) -> dict[str, str]:
 
     Args: base: folder for relative paths and the first place to look for modules.
     """
-    named = _named(tree)
-    read: Callable[[str, str, Path], str] = packages.part("rule_text") if named else str
+    if not (named := _named(tree)):
+        return {}
+    read: Callable[[str, str, Path], str] = packages.part("rule_text")
     return {key: read(key, value, base) for key, value in named.items()}
 
 

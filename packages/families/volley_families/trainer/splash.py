@@ -50,8 +50,16 @@ class SplashKernels:
     def fits(self, shape: tuple[int, ...]) -> bool:
         return shape[1] % SPLASH_UNIT == 0 and shape[0] % self.mesh.shape["fsdp"] == 0
 
-    def attend(self, *parts: Any) -> jax.Array:
-        return attend(*parts, self.mesh)
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        visible_until: jax.Array | None,
+        options: ScoreOptions,
+        positions: jax.Array,
+    ) -> jax.Array:
+        return attend(q, k, v, visible_until, options, positions, self.mesh)
 
 
 def attend(
