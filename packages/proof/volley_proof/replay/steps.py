@@ -24,7 +24,6 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from volley_proof.replay import refused
 from volley_proof.replay.recorded import COMPARED_METRICS, RecordedStep
-from volley_proof.replay.values import values_of
 
 if TYPE_CHECKING:
     from services.trainer.groups.group_buffer import ReadyGroup
@@ -133,6 +132,8 @@ def replay(folder: Path, first: int, last: int | None, *, tokens: bool = False) 
 
 def _write_tokens(recorded: RecordedStep, policy: Policy, held: Sequence[ReadyGroup], step: int) -> None:
     before = WeightVersion(recorded.version(step).epoch, step - 1)
+    from volley_proof.replay.values import values_of  # imports JAX, which the command's own process lacks
+
     found = zip(held, values_of(policy, held, before), strict=True)
     values = {
         (one.ticket, one.sample_index): its
