@@ -24,6 +24,9 @@ def step_line(record: Mapping[str, Any], max_steps: int) -> str:
         f"weights {record.get('version', '?')}",
         f"staleness {number(record, 'staleness_mean', '.1f')} (max {number(record, 'staleness_max', '.0f')})",
     ]
+    if record.get("grad_norm") == 0:
+        equal = record.get("zero_variance_groups") == 1
+        parts.append(f"learned nothing: {'equal rewards in each group' if equal else 'no gradient'}")
     return "  ".join(parts)
 
 

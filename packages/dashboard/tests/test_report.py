@@ -98,6 +98,20 @@ def test_an_evaluation_names_the_tasks_that_its_interval_is_of() -> None:
     assert "  50 of 200 tasks, greedy" in line
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"grad_norm": 0.0, "zero_variance_groups": 1.0}, "learned nothing: equal rewards in each group"),
+        ({"grad_norm": 0.0, "zero_variance_groups": 0.5}, "learned nothing: no gradient"),
+        ({"grad_norm": 0.1, "zero_variance_groups": 1.0}, ""),  # another term teaches
+    ],
+)
+def test_a_step_without_a_gradient_says_so(fields: dict[str, Any], said: str) -> None:
+    line = step_line({**step(3), **fields}, 10)
+    assert line.endswith(said)
+    assert ("learned nothing" in line) == bool(said)
+
+
 def test_missing_figures_are_dashes() -> None:
     assert "loss –" in step_line({"step": 1, "loss": float("nan")}, 10)
     assert "success –" in eval_line({})
