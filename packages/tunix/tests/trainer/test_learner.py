@@ -122,7 +122,7 @@ def test_a_restored_policy_goes_on_bit_by_bit() -> None:
 def test_vectors_are_trained_as_they_are_published() -> None:
     """Norms and biases of a bfloat16 model: the loss sees them rounded, as engines get them."""
     _, theirs = by_tunix(GRPO)
-    one, other = fine_and_rounded_vectors(theirs._options)
+    one, other = fine_and_rounded_vectors(theirs.options)
     assert step(one).loss == step(other).loss
 
 
