@@ -20,14 +20,14 @@ ROUTES = {
 @pytest.fixture
 def tokenized(monkeypatch):
     """Lengths of the texts that are tokenized, and the names of the threads."""
-    found, encode = list[tuple[int, str]](), type(TOKENIZER)._encoded
+    found, encode = list[tuple[int, str]](), type(TOKENIZER).encoded
 
     def watched(self, text):
         encoding = encode(self, text)
         found.append((len(text), threading.current_thread().name))
         return encoding
 
-    monkeypatch.setattr(type(TOKENIZER), "_encoded", watched)
+    monkeypatch.setattr(type(TOKENIZER), "encoded", watched)
     return found
 
 

@@ -308,14 +308,14 @@ LONG_PROMPTS: dict[str, Any] = {
 async def test_a_text_that_cannot_fit_the_context_is_refused_untokenized(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    tokenized, encode = list[int](), ChatTokenizer._encoded
+    tokenized, encode = list[int](), ChatTokenizer.encoded
 
     def watched(self: ChatTokenizer, text: str) -> Any:
         encoding = encode(self, text)
         tokenized.append(len(text))
         return encoding
 
-    monkeypatch.setattr(ChatTokenizer, "_encoded", watched)
+    monkeypatch.setattr(ChatTokenizer, "encoded", watched)
     model = {} if path == "/generate" else {"model": "m"}
     answer = await server.http.post(path, json={**model, **LONG_PROMPTS[path]})
     assert (answer.status_code, "maximum context length" in answer.text) == (400, True)

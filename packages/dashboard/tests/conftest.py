@@ -1,0 +1,1 @@
+from tests.support.redis import redis_server  # noqa: F401
