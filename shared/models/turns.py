@@ -1,4 +1,4 @@
-"""What a chat template writes around an assistant's turn."""
+"""Text that a chat template writes around an assistant's turn."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from pydantic import create_model
 
 from shared.clients.base import HttpClient
 from shared.config import LoadedConfig, load
@@ -36,8 +37,9 @@ class ScorerEndpoint(Endpoint):
     port: int = SCORER.port
 
 
-class WithScorer(ServicesSection):
-    scorer: ScorerEndpoint = ScorerEndpoint()
+def with_scorer(known: type[ServicesSection]) -> type[ServicesSection]:
+    """The section, with those of packages and the new service."""
+    return create_model("WithScorer", __base__=known, scorer=(ScorerEndpoint, ScorerEndpoint()))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,8 @@ def row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loaded_with(tmp_path: Path, *overrides: str) -> LoadedConfig:
     loaded = load(["configs/chaos.yaml"], [f"run.dir={tmp_path}", "run.name=scored", *overrides])
-    services = WithScorer.model_validate(loaded.config.services.model_dump())
+    known = loaded.config.services
+    services = with_scorer(type(known)).model_validate(known.model_dump())
     return replace(loaded, config=loaded.config.model_copy(update={"services": services}))
 
 
@@ -113,11 +116,12 @@ def test_it_is_none_of_others_and_has_its_settings_in_a_run_that_only_evaluates(
 
 
 def test_one_that_serves_several_runs_or_is_replicated_may_be_that_of_others(monkeypatch: pytest.MonkeyPatch):
-    services = WithScorer(scorer=ScorerEndpoint(url="http://far:1/"))
+    section = with_scorer(ServicesSection)
+    services = section.model_validate({"scorer": {"url": "http://far:1/"}})
     monkeypatch.setitem(SERVICES, "scorer", replace(SCORER, shared=True))  # type: ignore[arg-type]
     assert (external.find(services), services.n_local("scorer")) == ({"scorer": "http://far:1"}, 0)
 
-    class Several(WithScorer):
+    class Several(section):
         scorer_urls: tuple[str, ...] = ()
         scorer_replicas: int = 2
 

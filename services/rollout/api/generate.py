@@ -69,7 +69,7 @@ type Rows = list[list[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AskedTokens:
-    """What is asked about a prompt, `ids` int32[n]: a continuation, or the prompt's own log-probabilities.
+    """Request for a prompt, `ids` int32[n]: its continuation, or its own log-probabilities.
 
     Attributes:
         request: None if nothing is sampled.

@@ -1,1 +1,1 @@
-"""What the services of a run say about themselves, and why a run does not advance."""
+"""Reports of a run's services about themselves, and why a run does not advance."""
