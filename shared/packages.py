@@ -60,7 +60,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `record_checks` → `(RunFolder, run, DataSection, versions) -> object` whose `by_record` are checks
                       of lines that the trainer is handed (services.trainer.records),
                       `model_parts` → `(model, ModelConfig, nnx.Rngs) -> None`, which adds parts of families to a model
-                      of the trainer, `splash` → `(Mesh) -> KernelAttention` (services.trainer.models.splash),
+                      of the trainer, `splash` → `(Mesh, platform) -> KernelAttention` (services.trainer.models.splash),
                       `engine_classes` → classes of models that sglang-jax lacks,
                       `spot_checks.scorer` → `(Model, Scorer, temperature, BatchLayout) -> EpisodeScorer` and
                       `spot_checks.servers` → `(TrainerBackend, TrainerStatus, Waiter, *, truncated) -> ServerChecks`

@@ -289,6 +289,8 @@ def rules() -> tuple[Rule, ...]:
     """Return the rules of the packages' sections, and the core's; the first whose prefix matches a key applies."""
     added: list[Rule] = []
     for place, section in sections().items():
+        if place.startswith(IRRELEVANT):
+            continue  # not recorded, so nothing to ask
         added += [Rule(f"{place}.{key}", True, reason) for key, reason in section.changeable.items()]
         added.append(Rule(f"{place}.", section.may_change, section.reason))
     return (*added, *RULES)

@@ -82,7 +82,7 @@ def programs(
 
 def sharded(described: ModelConfig, model: ModelOptions, mesh: jax.sharding.Mesh) -> Model:
     """Model with shapes in place of arrays, each with its sharding on the mesh."""
-    splash = splash_kernels(model.attention, mesh)
+    splash = splash_kernels(model.attention, mesh, "tpu")
     graph, state = abstract(described, model.dtype, model.remat, mesh, model.lora, splash=splash)
     flat = []
     for path, variable in nnx.to_flat_state(state):

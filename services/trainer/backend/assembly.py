@@ -115,7 +115,7 @@ def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, 
     """Build the model on its mesh, with the adapters of the options if `adapted`. Raises ConfigError, WeightsError."""
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     lora = options.lora if adapted else None
-    splash = splash_kernels(options.attention, mesh)
+    splash = splash_kernels(options.attention, mesh, mesh.devices.flat[0].platform)
     return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora, splash=splash)
 
 

@@ -32,12 +32,15 @@ class KernelAttention(Protocol):
         ...
 
 
-def splash_kernels(attention: Attention, mesh: jax.sharding.Mesh) -> KernelAttention | None:
+def splash_kernels(attention: Attention, mesh: jax.sharding.Mesh, platform: str) -> KernelAttention | None:
     """Return the kernels that a model on this mesh uses; None if it uses none.
+
+    Args:
+        platform: for which the step is compiled; that of the mesh, or the one that it is lowered for.
 
     Raises ConfigError if splash attention is required, and the platform has none or the package is not installed.
     """
-    if attention == "blocks" or (attention == "auto" and mesh.devices.flat[0].platform != "tpu"):
+    if attention == "blocks" or (attention == "auto" and platform != "tpu"):
         return None
     opened = packages.part("splash", required=attention == "splash")
-    return None if opened is None else opened(mesh)
+    return None if opened is None else opened(mesh, platform)

@@ -5,7 +5,6 @@ in blocks; and where it is taken.
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -153,13 +152,12 @@ def test_a_model_is_trained_alike_by_both(is_packed: bool, monkeypatch: pytest.M
 
 
 def test_it_is_taken_on_tpus_where_it_can_be_and_refused_where_it_cannot():
-    tpu: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     mesh = make_mesh((2, 1), AXES)
-    assert splash_kernels("auto", tpu) == splash_kernels("splash", tpu) == SplashKernels(tpu)
-    assert splash_kernels("blocks", tpu) is None
-    assert splash_kernels("auto", mesh) is None
+    assert splash_kernels("auto", mesh, "tpu") == splash_kernels("splash", mesh, "tpu") == SplashKernels(mesh)
+    assert splash_kernels("blocks", mesh, "tpu") is None
+    assert splash_kernels("auto", mesh, "cpu") is None
     with pytest.raises(ConfigError, match="kernels for TPUs, and the trainer's devices are of the platform cpu"):
-        splash_kernels("splash", mesh)
+        splash_kernels("splash", mesh, "cpu")
     assert SplashKernels(mesh).fits((4, 384, 2, 64))
     assert not SplashKernels(mesh).fits((4, 400, 2, 64))
     assert not SplashKernels(mesh).fits((1, 384, 2, 64))

@@ -37,9 +37,9 @@ class SplashKernels:
     mesh: Mesh
 
     @classmethod
-    def on(cls, mesh: Mesh) -> Self:
-        """Make the kernels of a mesh. Raises ConfigError if its devices have none."""
-        if (platform := mesh.devices.flat[0].platform) != "tpu":
+    def on(cls, mesh: Mesh, platform: str) -> Self:
+        """Make the kernels of a mesh. Raises ConfigError if the platform has none."""
+        if platform != "tpu":
             raise ConfigError(
                 "trainer.attention=splash has kernels for TPUs, and the trainer's devices are of the platform"
                 f" {platform}",

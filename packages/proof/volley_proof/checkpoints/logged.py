@@ -10,7 +10,6 @@ from shared.run import checkpoint_files, checksums
 from shared.run import state as states
 from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
-from volley_proof.checkpoints import parameters
 from volley_proof.verify.parameters import ORBAX
 
 
@@ -29,6 +28,10 @@ def check_log(folder: Path) -> None:
     if not (logged := checksums.witnesses_in(RunFolder(folder.parent.parent), state)):
         return
     why = checksums.misdescribed(manifest, state, logged, of_version)
-    found = parameters.checksums_of(folder) if (folder / ORBAX).exists() else {}
+    found: checksums.Checksums = {}
+    if (folder / ORBAX).exists():
+        from volley_proof.checkpoints import parameters  # imports TensorStore, which not every process has
+
+        found = parameters.checksums_of(folder)
     if why or (why := checksums.contradiction(found, logged)):
         raise WeightsError(f"{folder.name}: {why}", "the checkpoint was changed: choose another version")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -42,7 +42,6 @@ class PlayersSection(PackageSection):
     """
 
     reason = "an opponent decides what is learned"
-    changeable: ClassVar[dict[str, str]] = {"servers": "it only says where players are asked, and what they may cost"}
     servers: dict[Name, RewardServer] = Field(default_factory=dict[str, RewardServer])
     games: dict[str, dict[Annotated[str, Field(min_length=1, max_length=MAX_SEAT)], SeatPlayer]] = Field(
         default_factory=dict[str, dict[str, SeatPlayer]]

@@ -32,7 +32,7 @@ class Rollout:
     def __init__(self, restarts_after: int = 10**9, broken: tuple[str, ...] = ()) -> None:
         self.current, self.loads, self.running = "base", list[str](), 0
         self.n_answers, self._restarts_after, self._broken = 0, restarts_after, broken
-        self.app = create_app("rollout", limits=Limits(), tokens=None, ready=lambda: None)
+        self.app = create_app("fake", limits=Limits(), tokens=None, ready=lambda: None)
         self.app.add_api_route("/weights", self.weights, methods=["GET"])
         self.app.add_api_route("/update_weights_from_disk", self.load, methods=["POST"])
         self.app.add_api_route("/generate", self.generate, methods=["POST"])
