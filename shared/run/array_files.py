@@ -36,7 +36,8 @@ def open_arrays(folder: Path, what: str | None = None, **options: Any) -> dict[s
         options: of TensorStore's file driver.
     """
     what = what or str(folder)
-    database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/", **options}}
+    path = f"{folder.resolve()}/"  # TensorStore refuses `..`
+    database = {"driver": "ocdbt", "base": {"driver": "file", "path": path, **options}}
     context, found = ts.Context(), dict[str, ts.TensorStore]()
     try:
         n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -64,6 +64,13 @@ def test_arrays_as_a_trainer_writes_them_are_opened(tmp_path: Path) -> None:
     assert open_arrays(tmp_path)["x.w"].read().result().tolist() == [0, 1, 2, 3]
 
 
+def test_a_path_may_lead_through_a_parent_folder(tmp_path: Path) -> None:
+    """As `volley verify ../runs/NAME` does."""
+    (tmp_path / "b").mkdir()
+    made(tmp_path / "a", orjson.dumps(GOOD))
+    assert open_arrays(tmp_path / "b" / ".." / "a").keys() == {"x.w"}
+
+
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in BAD.items()])
 def test_arrays_that_no_trainer_writes_are_not_opened(tmp_path: Path, change: dict[str, Any]) -> None:
     made(tmp_path, orjson.dumps({**GOOD, **change}))
