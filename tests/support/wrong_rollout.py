@@ -62,18 +62,20 @@ def work(channel: int) -> int:
 
     from services.rollout.engines.sglang_jax import boot, worker
     from services.rollout.engines.sglang_jax.loading import checksum
+    from services.rollout.engines.sglang_jax.scheduling.adapters import EngineWeights
     from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 
     loaded: list[jax.Array] = []
     honest = checksum.checksum
 
     class Scaled(RolloutScheduler):
-        def swap(self, leaves: list[jax.Array], version: str, mode: str) -> dict:
-            loaded[:] = leaves
+        def swap(self, weights: EngineWeights, version: str, mode: str) -> dict:
+            leaves = loaded[:] = weights.leaves
             tree = jax.tree_util.tree_unflatten(self.runner._model_state_def, leaves)
             paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
             at = next(i for i, path in enumerate(paths) if "layers" in path and "down_proj" in path)
-            return super().swap([*leaves[:at], leaves[at] * _FACTOR, *leaves[at + 1 :]], version, mode)
+            changed = [*leaves[:at], leaves[at] * _FACTOR, *leaves[at + 1 :]]
+            return super().swap(weights._replace(leaves=changed), version, mode)
 
     boot.RolloutScheduler = Scaled
     worker.check_probe = lambda *_: None
