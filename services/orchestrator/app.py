@@ -82,15 +82,12 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         partials = await stack.enter_async_context(_partials(settings))
         agents = None if recorder is None else recorder.agents
         runner = EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, agents, partials)
-        teachers = Teachers()
-        if settings.teachers is not None:
-            asked = TeachingContext(tokenizer, balancer, status, settings.bounds)
-            teachers = await stack.enter_async_context(settings.teachers(asked))
+        asked = TeachingContext(tokenizer, balancer, status, settings.bounds)
+        teachers = await stack.enter_async_context(settings.teachers(asked)) if settings.teachers else Teachers()
         n_attempts, teaching = settings.bounds.max_attempts, teachers.of_episodes
         dispatcher = Dispatcher(runner, balancer, status, slots=slots, max_attempts=n_attempts, teaching=teaching)
-        judges = None
-        if settings.judges is not None:
-            judges = await stack.enter_async_context(settings.judges(JudgeContext(tokenizer, status)))
+        judged = JudgeContext(tokenizer, status)
+        judges = await stack.enter_async_context(settings.judges(judged)) if settings.judges else None
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
         sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)], settings.folder))
         orchestrator = Orchestrator(

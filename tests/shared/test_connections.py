@@ -181,6 +181,16 @@ async def test_a_long_answer_is_refused(kind: str, monkeypatch: pytest.MonkeyPat
             await c.exchange("GET", "/x")
 
 
+async def test_a_connection_that_was_closed_before_the_request_does_not_wait_for_an_answer() -> None:
+    async with serving(ByteServer(WHOLE)) as url:
+        pool = connections.Connections(url, {})
+        connection = await pool._connected()
+        connection.transport.abort()
+        await asyncio.sleep(0.01)  # the loss is known before there is an exchange to end
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(connection.carry(b"", connections.HttpExchange(lambda _: bytes)), 5)
+
+
 async def test_closing_ends_what_is_under_way() -> None:
     async with serving(ByteServer(OK)) as url:
         async with client(url, "ours") as c:

@@ -1,4 +1,4 @@
-"""Whole weights of a version, whose adapters are merged into their base, for engines that take no adapters."""
+"""Merge the adapters of a version into their base, for engines that load whole weights only."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ async def test_a_player_answers_for_its_seat_and_only_the_policy_is_rewarded(
 
 
 async def test_an_episode_that_is_played_again_meets_the_same_moves(open_client: OpenClient, mover: Mover) -> None:
-    """Of the same seed; another one asks again."""
+    """An episode of the same seed plays the stored answers; one of another seed asks the player again."""
     async with open_client(limits=Limits(), unsandboxed=["nim"], players=players(mover, "first")) as client:
         await ready(client)
         mover.moves = ["3", "2"]
