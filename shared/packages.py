@@ -79,7 +79,8 @@ An entry point is a name and an object in a module, written in the package's pyp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -146,10 +147,19 @@ OWNERS: Mapping[str, str] = {
 
 
 @cache
+def _installed() -> Mapping[str, Sequence[EntryPoint]]:
+    """All entry points, by group: reading them opens the files of every installed distribution, which takes a while."""
+    groups = defaultdict[str, list[EntryPoint]](list)
+    for point in entry_points():
+        groups[point.group].append(point)
+    return groups
+
+
+@cache
 def found(group: str) -> Mapping[str, EntryPoint]:
     """Entry points of a group, by name. Raises ConfigError if two installed packages bring one name."""
     points: dict[str, EntryPoint] = {}
-    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+    for point in sorted(_installed()[group], key=lambda point: point.name):
         other = points.setdefault(point.name, point)
         if other.value != point.value:
             owners = " and ".join(sorted(map(_owner, (other, point))))

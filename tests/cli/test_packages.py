@@ -153,7 +153,7 @@ with MetricsFanout.opened([], Path(sys.argv[1])) as sinks:
 """
 ALONE = """
 import importlib.metadata
-importlib.metadata.entry_points = lambda group: ()
+importlib.metadata.entry_points = lambda **group: ()
 
 import services.orchestrator.app, services.env.app
 from services.env.environments.kinds import kinds
@@ -184,7 +184,7 @@ from pathlib import Path
 import httpx
 
 points = [importlib.metadata.EntryPoint(*one.split("="), "volley.parts") for one in sys.argv[2:]]
-importlib.metadata.entry_points = lambda group: [point for point in points if point.group == group]
+importlib.metadata.entry_points = lambda **group: () if group else points
 
 from services.env.app import open_env
 from services.env.settings import from_config
