@@ -72,7 +72,17 @@ def test_the_clients_own_wheel_needs_nothing_else_of_volley(run: Path, tmp_path:
         (about,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         needed = re.findall(r"^Requires-Dist: ([\w-]+)(.*extra.*)?", archive.read(about).decode(), re.MULTILINE)
         archive.extractall(tmp_path / "site")
-    expected = ["aiohappyeyeballs", "aiohttp", "blake3", "httptools", "msgpack", "numpy", "orjson", "pydantic", "zstandard"]
+    expected = [
+        "aiohappyeyeballs",
+        "aiohttp",
+        "blake3",
+        "httptools",
+        "msgpack",
+        "numpy",
+        "orjson",
+        "pydantic",
+        "zstandard",
+    ]
     assert sorted(name for name, extra in needed if not extra) == expected
     assert sorted(name for name, extra in needed if extra) == ["jinja2", "omegaconf", "pyyaml", "tokenizers"]
     code = """
