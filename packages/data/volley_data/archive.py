@@ -20,6 +20,7 @@ from shared.errors import ConfigError
 from volley_data.functions import RewardFunction, ToolFile, dependencies_of, files_of, module_of
 from volley_data.rows import RowTasks, shrunk
 from volley_python.submissions.packing import MAX_BYTES
+from volley_serving.templates import tool_text
 
 ENTRY = "volley_rows:OwnRows"
 _TEMPLATE = Path(__file__).parent / "template"
@@ -51,6 +52,7 @@ def pack(splits: Mapping[str, RowTasks], rewards: Sequence[RewardFunction], tool
 def _code(rewards: Sequence[RewardFunction], tools: ToolFile | None) -> dict[str, bytes]:
     """Files of the template and the user. Raises ConfigError if two have one name."""
     found = {file.name: file.read_bytes() for file in sorted(_TEMPLATE.glob("*.py"))}
+    found["volley_tool_text.py"] = Path(tool_text.__file__).read_bytes()
     own = dict[str, bytes]()
     for file in [*(one.file for one in rewards), *([tools.file] if tools else [])]:
         for name, content in files_of(file).items():

@@ -103,8 +103,8 @@ def with_environment(
     folder = _model_of(loaded)
     loaded = defaults.of_environment(loaded, folder, plain_name(env))
     if _is_agent(Path(env)) and leaves_out(ChatTokenizer(folder), defaults.ASKED, [defaults.TOOL]):
-        note = f"{loaded.config.model.path}: its chat template writes no tools, an agent's requests with `tools` fail"
-        loaded = dataclasses.replace(loaded, notes=(*loaded.notes, f"{note}; Qwen3's template writes them"))
+        note = f"{loaded.config.model.path}: its chat template writes no tools; a system message describes an agent's"
+        loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
     return loaded
 
 

@@ -30,7 +30,7 @@ _SIGNATURES = (
     "write def NAME(prompts, completions, **columns) -> list[float], def NAME(completion, row) -> float, or verl's"
     " def compute_score(data_source, solution_str, ground_truth, extra_info)"
 )
-_OURS = ("volley_rows", "volley_tools")
+_OURS = ("volley_rows", "volley_tools", "volley_tool_text")
 
 
 @dataclass(frozen=True, slots=True)

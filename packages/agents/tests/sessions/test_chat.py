@@ -151,16 +151,28 @@ TEMPLATE = """{%- if tools %}<|im_start|>tools
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 
 
-async def test_calls_of_tools_go_in_and_out(tmp_path):
-    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model", chat_template=TEMPLATE))
-    script = [Say([*tokenizer.encode(text), tokenizer.eos_id]) for text in (CALL, "seen")]
+WITHOUT_TOOLS = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+REST = ' {"at": "é"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("template", "choice", "said"),
+    [(TEMPLATE, "auto", CALL), (WITHOUT_TOOLS, "auto", CALL), (WITHOUT_TOOLS, "required", REST)],
+    ids=["template", "described", "described and required"],
+)
+async def test_calls_of_tools_go_in_and_out(tmp_path, template, choice, said):
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model", chat_template=template))
+    script = [Say([*tokenizer.encode(text), tokenizer.eos_id]) for text in (said, "seen")]
     bounds = replace(WIDE, max_response_length=128)
     async with (
         recording(tmp_path, *script, bounds=bounds, tokenizer=tokenizer) as recorder,
         recorder.playing() as session,
     ):
         client = recorder.client(session)
-        first = await client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL])
+        first = await client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL], tool_choice=choice)
         call = first.choices[0].message.tool_calls[0]
         assert (call.function.name, first.choices[0].finish_reason) == ("look", "tool_calls")
         spaced = call.model_dump() | {"function": {"name": "look", "arguments": '{ "at" : "\\u00e9" }'}}
@@ -172,8 +184,9 @@ async def test_calls_of_tools_go_in_and_out(tmp_path):
         assert [turn.role for turn in tokens.trunk.turns] == ["prompt", "assistant", "tool", "assistant"]
         assert not tokens.branches
         text = tokenizer.decode(tokens.trunk.token_ids.tolist())
-        assert text.count(CALL) == 1
+        assert text.count(said) == 1
         assert "a lake" in text
+        assert ("- look(at)" in text) == (template == WITHOUT_TOOLS)
 
 
 @pytest.mark.parametrize("name", ["counts the messages", "reminds after the last user", "numbers users"])

@@ -34,6 +34,7 @@ from volley_serving.dialects.completions import with_ids
 from volley_serving.dialects.decoding import answered
 from volley_serving.dialects.prompts import Prompt, begin_call, ends_open, render, variables_of
 from volley_serving.dialects.records import Answered, Asked, Head, Sampled, usage_of
+from volley_serving.templates.described import with_tools_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,10 @@ class CallSampler:
         def tokenize() -> Prompt | None:
             if node is None:
                 return render(asked, self.tokenizer)
-            known, new = asked.messages[: place.n_known], asked.messages[place.n_known :]
+            messages, tools = with_tools_written(tokenizer, asked.messages, asked.tools)
+            at = len(messages) - (len(asked.messages) - place.n_known)
             try:
-                ids = tokenizer.continue_after(node.ids.tolist(), new, known, asked.tools)
+                ids = tokenizer.continue_after(node.ids.tolist(), messages[at:], messages[:at], tools)
             except HistoryChanged:
                 return None
             if asked.tool_choice == "required":

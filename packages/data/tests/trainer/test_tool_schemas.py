@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 import volley_data
+from volley_serving.templates import tool_text
 
 
 def _load() -> ModuleType:
@@ -21,6 +23,7 @@ def _load() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["volley_tool_text"] = tool_text
     spec.loader.exec_module(module)
     return module
 

@@ -13,6 +13,8 @@ import re
 import types
 import typing
 
+import volley_tool_text
+
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _TYPES = {
     int: "integer",
@@ -63,10 +65,7 @@ class OwnTools:
         """Messages with a description of the tools in the first, if the model's chat template leaves them out."""
         if not self.described:
             return messages
-        told = describe(self.schemas())
-        if messages[0]["role"] != "system":
-            return [{"role": "system", "content": told}, *messages]
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
+        return volley_tool_text.add_to_system(messages, volley_tool_text.describe_tools(self.schemas()))
 
     def start(self, columns):
         """Reset the tools' object, if it has a method reset. Returns its text, which the prompt goes on with."""
@@ -109,19 +108,6 @@ def split_calls(text):
             function = {"problem": "a tool call must be one JSON object with name and arguments"}
         calls.append({"type": "function", "id": f"call_{len(calls)}", "function": function})
     return (_CALL.sub("", text).strip() if calls else text), calls
-
-
-def describe(schemas):
-    """Text on tools and calls, for chat templates that leave tools out."""
-    rows, functions = [], [one["function"] for one in schemas]
-    for one in functions:
-        properties = one["parameters"]["properties"]
-        rows.append(f"- {one['name']}({', '.join(properties)}): {one['description']}")
-        rows += [f"  {name}: {shown['description']}" for name, shown in properties.items()]
-    first = functions[0]
-    example = {"name": first["name"], "arguments": dict.fromkeys(first["parameters"]["properties"], "...")}
-    call = f"<tool_call>{json.dumps(example)}</tool_call>"
-    return "\n".join(["You can use tools:", *rows, f"Call one like this, and wait for its result: {call}"])
 
 
 def schema(function):

@@ -20,7 +20,8 @@ from volley_sandbox.tools.base import ToolContext, ToolDescription
 from volley_sandbox.tools.dispatch import EpisodeTools
 from volley_sandbox.tools.settings import ToolUse
 from volley_sandbox.tools.toolset import ToolSet
-from volley_serving.dialects.calls import CallFormat, tool_calls_of, write_call
+from volley_serving.dialects.calls import tool_calls_of, write_call
+from volley_serving.templates.tool_text import add_to_system, describe_tools
 
 _TIMEOUT_S = 29.0
 """Deadline of all calls of a message, in seconds, in addition to the tools' own deadlines."""
@@ -144,15 +145,6 @@ def _describe_in_messages(
     """Messages with the tools described in a system message, if configured."""
     if not use.describe:
         return messages
-    described = describe_tools(tools, use.format)
-    if messages and messages[0]["role"] == "system":
-        first = messages[0]
-        return ({**first, "content": f"{first['content']}\n\n{described}"}, *messages[1:])
-    return (Message(role="system", content=described), *messages)
-
-
-def describe_tools(tools: Sequence[ToolDescription], form: CallFormat) -> str:
-    """Description of tools for chat templates that do not describe them."""
-    rows = [f"- {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}" for tool in tools]
-    example = write_call("NAME", {"ARGUMENT": "VALUE"}, form)
-    return "\n".join(["You can use tools:", *rows, f"Call one like this, and wait for its result: {example}"])
+    example = write_call("NAME", {"ARGUMENT": "VALUE"}, use.format)
+    text = describe_tools([tool.schema for tool in tools], example)
+    return (*add_to_system(messages, text),)

@@ -13,8 +13,8 @@ from volley_serving.dialects.choices import function_names
 from volley_serving.dialects.grammars import AnswerGrammar
 from volley_serving.dialects.reading import END_THINK, THINK
 from volley_serving.dialects.records import Asked
-from volley_serving.templates.answers import AnswerRenderer
-from volley_serving.templates.prompts import check_variables, leaves_out, render_unfinished
+from volley_serving.templates.described import call_form, with_tools_written
+from volley_serving.templates.prompts import check_variables, render_unfinished
 
 _TAIL = 16  # tokens
 _NO_THOUGHTS = f"\n{END_THINK}\n\n"
@@ -40,14 +40,10 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     messages, tools = asked.messages, asked.tools
     if variables := variables_of(asked, tokenizer):
         tokenizer = tokenizer.with_variables(variables)
-    if leaves_out(tokenizer, messages, tools):
-        raise InputError(
-            "tools: the model's chat template does not write tools into the prompt",
-            "describe them in a system message, or serve a model whose template knows tools",
-        )
+    written = with_tools_written(tokenizer, messages, tools)
     if asked.continues:
-        return Prompt(render_unfinished(tokenizer, messages, tools))
-    ids = tokenizer.render_prompt(messages, tools, header=asked.header)
+        return Prompt(render_unfinished(tokenizer, *written))
+    ids = tokenizer.render_prompt(*written, header=asked.header)
     if asked.tool_choice == "required":
         call = begin_call(asked, tokenizer)
         return Prompt([*ids, *call.ids], call.opened, call.grammar)
@@ -57,7 +53,7 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     lines = list[str]()
     if asked.reads_calls:
         function_names(tools)
-        form = AnswerRenderer(tokenizer).call_form(messages, tools)
+        form = call_form(tokenizer, messages, tools)
         if form.end is None:
             raise InputError(
                 "the chat template writes calls that no grammar can describe beside a format of the answer"
@@ -71,7 +67,7 @@ def begin_call(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
 
     It follows the header of the answer. Raises InputError if the chat template writes no calls.
     """
-    name, tools, form = asked.tool_name, asked.tools, AnswerRenderer(tokenizer).call_form(asked.messages, asked.tools)
+    name, tools, form = asked.tool_name, asked.tools, call_form(tokenizer, asked.messages, asked.tools)
     if name is not None:
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
     text = (form.start if name is None else form.start + name + form.between).rstrip(" ")
