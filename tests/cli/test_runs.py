@@ -239,8 +239,9 @@ def test_a_run_of_an_earlier_version_goes_on_without_a_removed_key(tmp_path: Pat
 
 
 def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
-    with runs.claimed(loaded(tmp_path)), pytest.raises(ConfigError, match="is being trained by process"):
+    with runs.claimed(loaded(tmp_path)), pytest.raises(ConfigError, match="is being trained by process") as caught:
         claim(loaded(tmp_path))
+    assert "volley status" in caught.value.hint
 
 
 KILLED = """

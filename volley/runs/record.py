@@ -375,8 +375,10 @@ def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
         file.seek(0)
         holder = file.read(32).strip() or "?"
         if _is_alive(holder) or time.monotonic() > deadline:
+            another = quoted(f"run.name={folder.name}2")
             raise ConfigError(
-                f"run {folder.name} in {folder.path} is being trained by process {holder}", "choose run.name=…"
+                f"run {folder.name} in {folder.path} is being trained by process {holder}",
+                f"start another with {another}, or watch this one: `volley status {quoted(folder.path)}`",
             )
         if not waiting:
             say(f"waiting for the processes that process {holder} left running when it ended")

@@ -24,12 +24,20 @@ _OF_OPTIONS = ("model.path", "data.env", "data.sources")
 
 def add(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="config_command")
-    show = commands.add_parser("show", help="print every key, its value, and the file or default it comes from")
+    show = commands.add_parser(
+        "show",
+        help="print every key, its value, and the file or default it comes from",
+        epilog="example: volley config show --config configs/quickstart.yaml --set",
+    )
     show.add_argument("--config", action="append", metavar="FILE.yaml | RUN_DIR", help="repeatable; later files win")
     show.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the files")
     own_data.add(show)
     show.add_argument("--set", action="store_true", dest="only_set", help="leave out defaults")
-    commands.add_parser("schema", help="print the JSON schema of configuration files, for editors")
+    commands.add_parser(
+        "schema",
+        help="print the JSON schema of configuration files, for editors",
+        epilog="example: volley config schema > volley.schema.json",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

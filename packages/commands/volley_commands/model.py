@@ -20,7 +20,9 @@ _GGUF = ".gguf"
 
 def add(parser: argparse.ArgumentParser) -> None:
     get = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "get", help="download a model into a folder, for model.path, or make one of a local file or adapters"
+        "get",
+        help="download a model into a folder, for model.path, or make one of a local file or adapters",
+        epilog="example: volley model get smollm2 models/smollm2",
     )
     get.add_argument(
         "name",

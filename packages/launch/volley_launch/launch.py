@@ -22,14 +22,22 @@ from volley_launch.folder import LaunchFolder
 
 def add(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="TARGET", dest="target")
-    slurm = commands.add_parser("slurm", help="write an sbatch script")
+    slurm = commands.add_parser(
+        "slurm",
+        help="write an sbatch script",
+        epilog="example: volley launch slurm --config configs/quickstart.yaml --nodes 3",
+    )
     _add_common(slurm)
     slurm.add_argument("--nodes", type=int, help="nodes of the job (default: one more than the trainer's)")
     slurm.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="an option of sbatch, repeatable"
     )
     slurm.add_argument("--volley", type=Path, help="the program `volley` on the nodes (default: this one)")
-    sky = commands.add_parser("sky", help="write a task of SkyPilot")
+    sky = commands.add_parser(
+        "sky",
+        help="write a task of SkyPilot",
+        epilog="example: volley launch sky --config configs/quickstart.yaml --resource accelerators=H100:8",
+    )
     _add_common(sky)
     sky.add_argument("--nodes", type=int, help="nodes of the cluster (default: one more than the trainer's)")
     sky.add_argument(
@@ -39,7 +47,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an entry of the task's `resources`, such as accelerators=H100:8 or use_spot=true; repeatable",
     )
-    tpu = commands.add_parser("tpu-vm", help="write a script of gcloud commands")
+    tpu = commands.add_parser(
+        "tpu-vm",
+        help="write a script of gcloud commands",
+        epilog="example: volley launch tpu-vm --config configs/quickstart.yaml --zone us-east5-a --trainer-type v4-16",
+    )
     _add_common(tpu)
     tpu.add_argument("--zone", required=True)
     tpu.add_argument("--project", default="", help="project of Google Cloud (default: that of gcloud's configuration)")

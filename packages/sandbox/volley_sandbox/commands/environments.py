@@ -55,11 +55,11 @@ class EnvTarget:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True, metavar="COMMAND")
-    init = parts.add_parser("init", help="write an environment template")
+    init = _part(parts, "init", "write an environment template", "maze.py")
     init.add_argument("file", type=Path, metavar="FILE.py")
     init.add_argument("--template", choices=templates.files(), default="sums", help="template to copy (default: sums)")
     init.set_defaults(part=_run_init)
-    test = parts.add_parser("test", help="validate a file or folder on this machine, as the service would")
+    test = _part(parts, "test", "validate a file or folder on this machine, as the service would", "maze.py")
     test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
     test.add_argument("--entry", metavar="CLASS", help="the environment's class, if the file has several")
     test.add_argument("--config", type=Path, metavar="FILE.yaml", help="arguments of the class")
@@ -68,7 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     test.set_defaults(part=_run_test)
     _add_submit(parts)
-    _add_target(listed := parts.add_parser("list", help="list all environments and their states"))
+    _add_target(listed := _part(parts, "list", "list all environments and their states", "--run runs/quickstart"))
     listed.set_defaults(part=_run_list)
     for name, text in (
         ("show", "show a submitted environment's versions, history and validation report"),
@@ -76,14 +76,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("activate", "put a version in use: promote a canary, or return to a retired version"),
         ("retire", "retire an environment: no new groups of it"),
     ):
-        part = parts.add_parser(name, help=text)
+        part = _part(parts, name, text, "maze")
         part.add_argument("name", metavar="NAME|NAME@VERSION")
         _add_target(part)
         part.set_defaults(part=_run_about, about=name)
 
 
+def _part(parts: _Commands, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    return parts.add_parser(name, help=text, epilog=f"example: volley env {name} {example}")
+
+
 def _add_submit(parts: _Commands) -> None:
-    submit = parts.add_parser("submit", help="submit an environment to a run's service, which validates it first")
+    about = "submit an environment to a run's service, which validates it first"
+    submit = _part(parts, "submit", about, "maze.py --weight 1")
     source = submit.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help=_FILE_HELP)
     source.add_argument(
