@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shutil
 import subprocess
@@ -546,6 +547,15 @@ def test_mistakes_beside_an_environment_are_named(here: Path, arguments: Sequenc
 def test_chosen_lengths_fit_given_ones(here: Path, overrides: Sequence[str], lengths: tuple[int, int]) -> None:
     config = with_environment(str(PROJECT / "configs/models/quickstart"), "frozen_lake", overrides=overrides).config
     assert (config.rollout.engine.context_length, config.grpo_config.max_response_length) == lengths
+
+
+def test_few_programs_of_agents_run_at_a_time(here: Path) -> None:
+    model, agent = str(PROJECT / "configs/models/agent"), str(PROJECT / "examples/agents/openai_sdk.py")
+    config = with_environment(model, agent).config
+    n_programs = max(4 * (os.cpu_count() or 1), config.grpo_config.num_generations)
+    assert config.orchestrator.max_concurrent_episodes == n_programs
+    given = with_environment(model, agent, overrides=["orchestrator.max_concurrent_episodes=3"]).config
+    assert given.orchestrator.max_concurrent_episodes == 3
 
 
 def test_a_path_is_no_yaml_and_a_file_may_name_the_model(here: Path) -> None:

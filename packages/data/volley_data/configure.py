@@ -101,8 +101,9 @@ def with_environment(
     )
     loaded = configuration.load(config, overrides, given=given)
     folder = _model_of(loaded)
-    loaded = defaults.of_environment(loaded, folder, plain_name(env))
-    if _is_agent(Path(env)) and leaves_out(ChatTokenizer(folder), defaults.ASKED, [defaults.TOOL]):
+    is_agent = _is_agent(Path(env))
+    loaded = defaults.of_environment(loaded, folder, plain_name(env), is_agent=is_agent)
+    if is_agent and leaves_out(ChatTokenizer(folder), defaults.ASKED, [defaults.TOOL]):
         note = f"{loaded.config.model.path}: its chat template writes no tools; a system message describes an agent's"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
     return loaded

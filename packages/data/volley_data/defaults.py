@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ _STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
 _EVALUATION = "steps between evaluations on held-out tasks"
 _EPISODES = 32
 """Held-out tasks of an environment, whose episodes may have many turns."""
+_PROGRAMS = 4
+"""Agents' programs at a time for each processor."""
 _CONTEXT, _ANSWER = 2048, 256
 """Tokens of an episode and of one answer, where nothing is known about the texts."""
 
@@ -60,7 +63,7 @@ def fitted(
     return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)
 
 
-def of_environment(loaded: LoadedConfig, folder: Path, name: str) -> LoadedConfig:
+def of_environment(loaded: LoadedConfig, folder: Path, name: str, *, is_agent: bool) -> LoadedConfig:
     """Choose what is left out for a run on an environment or agent, with its reason.
 
     Args:
@@ -85,6 +88,9 @@ def of_environment(loaded: LoadedConfig, folder: Path, name: str) -> LoadedConfi
         "rollout.engine.context_length": (context, unknown),
         "grpo_config.max_response_length": (min(answer, context // 2), unknown),
     }
+    if is_agent:
+        n = max(_PROGRAMS * (os.cpu_count() or 1), loaded.config.grpo_config.num_generations)
+        chosen["orchestrator.max_concurrent_episodes"] = (n, "each agent is a program of its own")
     return automatic.fit(_chosen(loaded, chosen), model, packs=True)
 
 

@@ -12,6 +12,7 @@ from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.failures import AgentDied, AgentSilent, EpisodeLost, EpisodeTimeout
 from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.servers.balancer import ServerLoad
+from shared.clients.env import ProgramReply
 from shared.errors import Unavailable
 from tests.orchestrator.fakes import ScriptedEngine, spec, unreachable
 from volley_agents.sessions import agents
@@ -65,6 +66,18 @@ async def test_a_failure_of_the_agent_is_no_reward(tmp_path, program, failure):
         assert not env.open
         assert not env.outputs
         assert recorder.sessions.describe() == {"void": 1}
+
+
+async def test_an_agent_whose_time_ends_before_its_first_answer_is_told_what_to_raise(tmp_path, monkeypatch):
+    async def ended(*_):
+        return ProgramReply("exited", None, "it was ended after 60 s")
+
+    env = ProgramEnv()
+    monkeypatch.setattr(env, "run_program", ended)
+    async with orchestrating(tmp_path, env) as (_, runner):
+        with pytest.raises(AgentSilent, match="got no answer of the model: it was ended after 60 s") as found:
+            await runner.run(spec(), TokenBudget(3))
+    assert found.value.hint == "raise timeout_s of its class, or lower orchestrator.max_concurrent_episodes"
 
 
 async def calls_for_ever(client):

@@ -116,7 +116,7 @@ class SessionAgents:
             if session.state == "void":
                 raise AgentDied(f"the agent of {opening.task} gave up: {session.reason}")
         if not session.n_calls:
-            raise AgentSilent(f"the agent of {opening.task} ended without a call", _said(reply))
+            raise _silent(opening.task, reply)
         await session.end()
         if session.result is not None:
             return
@@ -182,8 +182,14 @@ def _is_used_up(session: AgentSession) -> bool:
     return session.limit == "turns" and time.monotonic() - session.limit_at > _GRACE_S
 
 
-def _said(reply: ProgramReply | None) -> str:
-    return f"it printed: {reply.output[-500:] or 'nothing'}" if reply is not None else ""
+def _silent(task: str, reply: ProgramReply | None) -> AgentSilent:
+    """Make the error of an agent without an answered call."""
+    if reply is None:
+        return AgentSilent(f"the agent of {task} ended without a call")
+    if reply.exit_code is None and reply.detail:
+        hint = "raise timeout_s of its class, or lower orchestrator.max_concurrent_episodes"
+        return AgentSilent(f"the agent of {task} got no answer of the model: {reply.detail}", hint)
+    return AgentSilent(f"the agent of {task} ended without a call", f"it printed: {reply.output[-500:] or 'nothing'}")
 
 
 def _result(session: AgentSession, judged: StepReply, reply: ProgramReply | None) -> SessionResult:
