@@ -32,9 +32,9 @@ from volley_agents.sessions.tree import ROOT, Node, TreePosition
 from volley_serving.dialects.chat import message_of
 from volley_serving.dialects.completions import with_ids
 from volley_serving.dialects.decoding import answered
+from volley_serving.dialects.described import with_tools_written
 from volley_serving.dialects.prompts import Prompt, begin_call, ends_open, render, variables_of
 from volley_serving.dialects.records import Answered, Asked, Head, Sampled, usage_of
-from volley_serving.templates.described import with_tools_written
 
 
 @dataclass(frozen=True, slots=True)

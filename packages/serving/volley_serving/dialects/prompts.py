@@ -10,10 +10,10 @@ from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from volley_serving.dialects import grammars
 from volley_serving.dialects.choices import function_names
+from volley_serving.dialects.described import call_form, with_tools_written
 from volley_serving.dialects.grammars import AnswerGrammar
 from volley_serving.dialects.reading import END_THINK, THINK
 from volley_serving.dialects.records import Asked
-from volley_serving.templates.described import call_form, with_tools_written
 from volley_serving.templates.prompts import check_variables, render_unfinished
 
 _TAIL = 16  # tokens

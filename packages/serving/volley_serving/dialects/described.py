@@ -1,11 +1,12 @@
 """Conversations with tools, for chat templates that leave tools out.
 
-A system message describes the tools, and calls are text in the format `hermes`, which `AnswerReader` reads back.
-Results keep the role `tool`.
+A system message describes the tools, or the first message where the template refuses system messages. Calls are text
+in the format `hermes`, which `AnswerReader` reads back. Results keep the role `tool`.
 """
 
 from __future__ import annotations
 
+from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from shared.models.templates import Messages, Tools
 from volley_serving.dialects.calls import with_calls_written
@@ -19,7 +20,7 @@ _HERMES = CallForm("", '<tool_call>{"name": "', '", "arguments": ', "}</tool_cal
 def with_tools_written(tokenizer: ChatTokenizer, messages: Messages, tools: Tools) -> tuple[Messages, Tools]:
     """Return messages and tools to render: as they are, or with the tools described and none left.
 
-    A description adds one message at the beginning, or none if there is a system message. Raises InputError.
+    A description adds at most one message, at the beginning. Raises InputError.
     """
     if not leaves_out(tokenizer, messages, tools):
         return messages, tools
@@ -27,7 +28,18 @@ def with_tools_written(tokenizer: ChatTokenizer, messages: Messages, tools: Tool
         {"role": "assistant", "content": with_calls_written(message)} if message.get("tool_calls") else message
         for message in messages
     ]
-    return add_to_system(written, describe_tools(tools)), ()
+    text, first = describe_tools(tools), written[0]
+    if first["role"] == "user" and not _takes_system(tokenizer):
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *written[1:]], ()
+    return add_to_system(written, text), ()
+
+
+def _takes_system(tokenizer: ChatTokenizer) -> bool:
+    try:
+        tokenizer.templates.render([{"role": "system", "content": "1"}, {"role": "user", "content": "1"}])
+    except InputError:
+        return False
+    return True
 
 
 def call_form(tokenizer: ChatTokenizer, messages: Messages, tools: Tools) -> CallForm:
