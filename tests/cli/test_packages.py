@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -210,7 +213,28 @@ async def main():
 
 asyncio.run(main())
 """
-SETTINGS = ("--config", "configs/quickstart.yaml")
+COMMANDS = """
+import contextlib, io, json, sys
+from volley.__main__ import main
+
+ended = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            main(command)
+        except SystemExit as end:
+            ended.append((end.code, out.getvalue(), errors.getvalue()))
+print(json.dumps(ended))
+"""
+SETTINGS = ("config", "show", "--config", "configs/quickstart.yaml")
+
+
+class Ended(NamedTuple):
+    """Exit code and output of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @pytest.fixture
@@ -224,8 +248,15 @@ def site(tmp_path: Path) -> Path:
     return about.parent
 
 
-def volley(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(site, "-m", "volley", *arguments)
+def volley(site: Path, *arguments: str) -> Ended:
+    return volleys(site, arguments)[0]
+
+
+def volleys(site: Path, *commands: Sequence[str]) -> list[Ended]:
+    """What each command exits with and prints, one after the other in one process: each start takes a second."""
+    done = python(site, "-c", COMMANDS, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    return [Ended(*one) for one in json.loads(done.stdout)]
 
 
 def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -235,18 +266,19 @@ def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_command_is_listed_and_runs(site: Path) -> None:
-    look = volley(site, "--help").stdout.partition("Look:")[2].partition("\n\n")[0]
+    listed, loud, as_json = volleys(site, ["--help"], ["word", "--loud"], ["word", "--json"])
+    look = listed.stdout.partition("Look:")[2].partition("\n\n")[0]
     assert "\n  word          say a word\n" in look
-    assert volley(site, "word", "--loud").stdout == "HELLO\n"
-    assert volley(site, "word", "--json").stdout.split() == ["{", '"loud":', "false", "}"]
+    assert loud.stdout == "HELLO\n"
+    assert as_json.stdout.split() == ["{", '"loud":', "false", "}"]
 
 
 def test_its_section_has_defaults_a_schema_and_checked_keys(site: Path) -> None:
-    shown = volley(site, "config", "show", *SETTINGS, "trainer.word.word=bye").stdout
-    assert "trainer.word.word" in shown
-    assert "bye" in shown
-    assert '"WordSection"' in volley(site, "config", "schema").stdout
-    wrong = volley(site, "config", "show", *SETTINGS, "trainer.word.wrod=bye")
+    given = [*SETTINGS, "trainer.word.word=bye"], ["config", "schema"], [*SETTINGS, "trainer.word.wrod=bye"]
+    shown, schema, wrong = volleys(site, *given)
+    assert "trainer.word.word" in shown.stdout
+    assert "bye" in shown.stdout
+    assert '"WordSection"' in schema.stdout
     assert wrong.returncode == 2
     assert "unknown key trainer.word.wrod: did you mean trainer.word.word?" in wrong.stderr
 
@@ -258,31 +290,32 @@ def test_its_route_is_of_one_service_and_its_sink_gets_lines(site: Path, tmp_pat
 
 def test_its_engine_is_a_kind_of_the_configuration(site: Path) -> None:
     engine = ("rollout.engine.kind=parrot", "rollout.engine.url=http://127.0.0.1:1")
-    assert "parrot" in volley(site, "config", "show", *SETTINGS, *engine).stdout
-    refused = volley(site, "config", "show", *SETTINGS, "rollout.engine.kind=parot")
+    taken, refused = volleys(site, [*SETTINGS, *engine], [*SETTINGS, "rollout.engine.kind=parot"])
+    assert "parrot" in taken.stdout
     assert refused.returncode == 2
     assert "rollout.engine.kind: 'parot' is unknown: did you mean parrot?" in refused.stderr
 
 
 def test_its_backend_says_what_it_cannot_train_with(site: Path) -> None:
-    assert "lute" in volley(site, "config", "show", *SETTINGS, "trainer.backend=lute").stdout
-    refused = volley(site, "config", "show", *SETTINGS, "trainer.backend=lute", "trainer.lora.rank=1")
+    lute = [*SETTINGS, "trainer.backend=lute"]
+    taken, refused = volleys(site, lute, [*lute, "trainer.lora.rank=1"])
+    assert "lute" in taken.stdout
     assert refused.returncode == 2
     assert "trainer.backend=lute: it has no words, or use trainer.backend=volley" in refused.stderr
 
 
 def test_its_algorithm_has_a_section_with_checked_keys(site: Path) -> None:
-    shown = volley(site, "config", "show", *SETTINGS, "algorithm.name=hum", "algorithm.volume=3").stdout
-    assert re.search(r"^algorithm.volume +3 +command line$", shown, re.MULTILINE)
-    wrong = volley(site, "config", "show", *SETTINGS, "algorithm.name=hun")
+    hum, hun = [*SETTINGS, "algorithm.name=hum", "algorithm.volume=3"], [*SETTINGS, "algorithm.name=hun"]
+    shown, wrong = volleys(site, hum, hun)
+    assert re.search(r"^algorithm.volume +3 +command line$", shown.stdout, re.MULTILINE)
     assert "algorithm.name='hun': did you mean hum?" in wrong.stderr
 
 
 def test_its_key_stands_among_those_of_the_core(site: Path) -> None:
-    shown = volley(site, "config", "show", *SETTINGS, "run.shout=true").stdout
-    assert re.search(r"^run.shout +True +command line$", shown, re.MULTILINE)
-    assert "With `shout`, the word is loud." in volley(site, "config", "schema").stdout
-    wrong = volley(site, "config", "show", *SETTINGS, "run.shuot=true")
+    given = [*SETTINGS, "run.shout=true"], ["config", "schema"], [*SETTINGS, "run.shuot=true"]
+    shown, schema, wrong = volleys(site, *given)
+    assert re.search(r"^run.shout +True +command line$", shown.stdout, re.MULTILINE)
+    assert "With `shout`, the word is loud." in schema.stdout
     assert "unknown key run.shuot: did you mean run.shout?" in wrong.stderr
 
 

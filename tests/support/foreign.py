@@ -56,7 +56,8 @@ def _commands(folder: Path, requirements: Sequence[str]) -> Sequence[Sequence[st
     python = str(folder / "bin" / "python")
     if any(one.startswith("torch") for one in requirements):
         machine = shutil.which("python3") or sys.executable
-        return [machine, "-m", "venv", str(folder)], [python, "-m", "pip", "install", "--quiet", *requirements]
+        install = [python, "-m", "pip", "install", "--quiet", "--no-compile", *requirements]  # most is never imported
+        return [machine, "-m", "venv", str(folder)], install
     uv = str(find_uv())
     install = [uv, "pip", "install", "--quiet", "--python", python, *requirements]
     return [uv, "venv", "--quiet", "--python", sys.executable, str(folder)], install

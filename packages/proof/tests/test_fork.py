@@ -45,6 +45,17 @@ def source(made: Path, tmp_path: Path) -> RunFolder:
     return folder
 
 
+@pytest.fixture(scope="module")
+def forked(made: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A valid fork of the small run."""
+    source = RunFolder(Path(shutil.copytree(made, tmp_path_factory.mktemp("forked") / small_run.RUN)))
+    trust.accept(source)
+    plan = planned(source, wanted(1, 2), [])
+    train(plan)
+    assert command.verify(plan.folder)["violations"] == []
+    return plan.folder
+
+
 def wanted(first: int, steps: int | None = None, **more: Any) -> Wanted:
     return Wanted(first, steps, more.pop("least_share", 0.3), **more)
 
@@ -322,18 +333,19 @@ def _with_point(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ],
 )
 def test_another_origin_than_that_of_the_checkpoints_is_reported(
-    source: RunFolder, edit: Callable[[dict[str, Any]], dict[str, Any]] | None
+    forked: RunFolder, edit: Callable[[dict[str, Any]], dict[str, Any]] | None
 ):
-    plan = planned(source, wanted(1, 2), [])
-    train(plan)
-    assert command.verify(plan.folder)["violations"] == []
-    if edit is None:
-        plan.folder.fork.unlink()
-    else:
-        plan.folder.fork.write_bytes(orjson.dumps(edit(orjson.loads(plan.folder.fork.read_bytes()))))
-    assert {one["file"] for one in command.verify(plan.folder)["violations"]} == {"fork.json"}
-    if (fork := forks.read(plan.folder)) is not None:
-        assert isinstance(fork.origin["log_end"], str)
+    valid = forked.fork.read_bytes()
+    try:
+        if edit is None:
+            forked.fork.unlink()
+        else:
+            forked.fork.write_bytes(orjson.dumps(edit(orjson.loads(valid))))
+        assert {one["file"] for one in command.verify(forked)["violations"]} == {"fork.json"}
+        if (fork := forks.read(forked)) is not None:
+            assert isinstance(fork.origin["log_end"], str)
+    finally:
+        forked.fork.write_bytes(valid)
 
 
 @pytest.mark.parametrize(

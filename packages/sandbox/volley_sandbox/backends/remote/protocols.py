@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from shared.errors import InputError, TooLarge
-from shared.web.http import validated
 from volley_sandbox.backends.remote.address import read_address
 from volley_sandbox.backends.remote.site import RemoteAccess, RemoteContext
 from volley_sandbox.backends.submitted import SubmittedBackend
@@ -61,7 +60,7 @@ def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
     """Validate a remote environment and normalize its address. Raises InputError, TooLarge."""
     protocol = _protocol(wanted)
     try:
-        validated(protocol.config, wanted.config, strict=False)
+        _validated(protocol, wanted)
     except InputError as error:
         raise InputError(f"config: {error.detail}", error.hint) from error
     if protocol.check_tasks is not None:
@@ -91,9 +90,16 @@ def open_remote(
 ) -> SubmittedBackend:
     """Make the backend of an environment that passed `checked`, without connecting. Raises InputError."""
     protocol = _protocol(wanted)
-    config = validated(protocol.config, wanted.config, strict=False)
+    config = _validated(protocol, wanted)
     context = RemoteContext(name, read_address(wanted.url), access, log, splits, has_demonstration, folder)
     return protocol.open(context, config)
+
+
+def _validated(protocol: RemoteProtocol[Any], wanted: RemoteEnvironment) -> Any:
+    """Validate the settings of a protocol. Raises InputError."""
+    from shared.web.http import validated  # imports FastAPI, which a check without a service does not need
+
+    return validated(protocol.config, wanted.config, strict=False)
 
 
 def _protocol(wanted: RemoteEnvironment) -> RemoteProtocol[Any]:
