@@ -67,14 +67,14 @@ def _short() -> tuple[Suite, ...]:
     named = (
         *(Suite(f"trainer{n}", files, "trainer") for n, files in enumerate(_halves(trainer), 1)),
         Suite("packages", tuple(path for path in others if path.startswith("packages/") and path not in sandbox)),
-        Suite("sandbox", sandbox),
-        Suite("env", ("tests/env",)),
         Suite("rollout", ("tests/rollout", uvicorn, *_of_packages("rollout")), "rollout"),
         Suite("cli", ("tests/cli", "tests/docs")),
-        Suite("system", ("tests/system",)),
+        Suite("sandbox", sandbox),
         Suite("shared", ("tests/shared", "tests/queue")),
-        Suite("chaos", ("tests/chaos",)),
+        Suite("system", ("tests/system",)),
+        Suite("env", ("tests/env",)),
         Suite("fuzz", ("tests/fuzz",)),
+        Suite("chaos", ("tests/chaos",)),
     )
     return (*named, Suite("rest", _others(named)))
 

@@ -154,7 +154,16 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith(f"usage: volley {name} [-h] ")
 
 
-def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
+def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command in this process."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    said = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, said.out, said.err
+
+
+def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
         f"run: {{name: r, dir: {tmp_path}}}\nmodel: {{path: configs/models/tiny}}\ndata: {{env: e}}\n", encoding="utf-8"
@@ -162,17 +171,17 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
     with runs.claimed(load([config])) as (folder, record, _):
         runs.write_record(folder, dataclasses.replace(record, finished=True))
         folder.metrics.write_text('{"step": 1, "time": 5.0, "version": "e000001-s000001"}\n', encoding="utf-8")
-    done = volley("up", str(folder.path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
+    code, shown, errors = ended(capsys, "up", str(folder.path))
+    assert code == 0, errors
+    assert shown.startswith(
         f"run r is finished; `volley up {folder.path} trainer.max_steps=N`, N above 10, continues it\n"
     )
-    status = volley("status", str(folder.path))
-    assert status.stdout.startswith(f"run r is finished\n`volley report {folder.path}` shows its results")
-    assert "e000001-s000001" in done.stdout
-    refused = volley("up", str(folder.path), "trainer.groups_per_step=11")
-    assert refused.returncode == 2
-    assert "groups_per_step (was 8, now 11) may not change" in refused.stderr
+    assert "e000001-s000001" in shown
+    _, status, _ = ended(capsys, "status", str(folder.path))
+    assert status.startswith(f"run r is finished\n`volley report {folder.path}` shows its results")
+    code, _, errors = ended(capsys, "up", str(folder.path), "trainer.groups_per_step=11")
+    assert code == 2
+    assert "groups_per_step (was 8, now 11) may not change" in errors
 
 
 def test_an_output_that_has_not_all_signs_is_no_error(tmp_path: Path) -> None:
@@ -182,10 +191,10 @@ def test_an_output_that_has_not_all_signs_is_no_error(tmp_path: Path) -> None:
     assert "mean |? log p|" in done.stdout
 
 
-def test_status_of_a_service_that_is_not_there(tmp_path: Path) -> None:
-    done = volley("status", "http://127.0.0.1:1")
-    assert done.returncode == 1
-    assert "not ready" in done.stdout
+def test_status_of_a_service_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = ended(capsys, "status", "http://127.0.0.1:1")
+    assert code == 1
+    assert "not ready" in shown
 
 
 def test_a_taken_port_is_named() -> None:
