@@ -82,6 +82,7 @@ def test_ctrl_c_leaves_the_terminal_whole_and_says_how_to_go_on(
     assert "━" not in told
 
 
+@pytest.mark.long
 def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     with in_terminal(command(tmp_path, "trainer.max_steps=1"), 60, variables("dumb")) as program:

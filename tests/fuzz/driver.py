@@ -12,7 +12,7 @@ import random
 import string
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode, Response
 from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.openapi import checks  # noqa: F401 - registers the checks
+from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -63,7 +64,8 @@ _VALUES = (
     "",
 )
 _MORE = 40
-"""Cases of an operation that has not succeeded in its share of a small number."""
+"""Cases of an operation that has not succeeded in its share of a small number, in each of several rounds."""
+_ROUNDS = 5
 _PROBLEM = "application/problem+json"
 
 
@@ -144,9 +146,9 @@ class Fuzzer:
         self._session.trust_env = False
         self._headers = {"Authorization": f"Bearer {token}"}
 
-    def run(self, n_cases: int, first_seed: int) -> FuzzFindings:
+    def run(self, n_cases: int, first_seed: int, unreachable: Set[str] = frozenset()) -> FuzzFindings:
         """At least `n_cases` cases; operations that take no input get a quarter of the others' share, those that never
-        succeeded some more, after what creates things.
+        succeeded and are not `unreachable` some more, after what creates things.
         """
         schema = schemathesis.openapi.from_dict(self._document())
         operations = [found.ok() for found in schema.get_all_operations()]
@@ -163,14 +165,19 @@ class Fuzzer:
                     )
             plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
             self._cases(plain, max(1, share - done), first_seed + number, noise=True)
-        missing = self.findings.never_succeeded()
+        for round_number in range(1, _ROUNDS + 1):
+            self._run_missing(operations, first_seed + round_number * len(operations), unreachable)
+        return self.findings
+
+    def _run_missing(self, operations: Sequence[APIOperation], first_seed: int, unreachable: Set[str]) -> None:
+        """Send more cases of the operations that never succeeded, after what creates things."""
+        missing = self.findings.never_succeeded() - unreachable
         creators = {label for label, status in self.findings.answers if status == 201} if missing else set()
         first = [operation for operation in operations if operation.label in creators]
         again = [one for operation in operations if operation.label in missing for one in (*first, operation)]
-        for number, operation in enumerate(again, start=len(operations)):
+        for number, operation in enumerate(again):
             plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
             self._cases(plain, _MORE, first_seed + number, noise=False)
-        return self.findings
 
     def _document(self) -> dict[str, Any]:
         """Without its security: every request carries a token, and a case that is to have none is a valid one."""

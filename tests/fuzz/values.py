@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "150"))
 """Of a service; a test of one parser has a third of it."""
 
 EXAMPLES = settings(
-    max_examples=max(100, CASES // 3),
+    max_examples=max(50, CASES // 3),
     deadline=None,
     derandomize=True,
     database=None,
