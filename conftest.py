@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -38,3 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     own = {item: zlib.crc32(item.nodeid.encode()) % int(count) == int(number) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not own[item]])
     items[:] = [item for item in items if own[item]]
+
+
+@pytest.fixture(scope="session")
+def session_parts() -> dict[str, Any]:
+    """What one pytest starts once. A fixture that several conftest.py import is set up once in each of them."""
+    return {}

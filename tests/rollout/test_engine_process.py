@@ -118,7 +118,7 @@ def lives(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("op", ["boot", "generate", "stage", "commit"])
+@pytest.mark.parametrize("op", ["boot", "generate", pytest.param("stage", marks=pytest.mark.long), "commit"])
 def test_the_service_ends_when_its_engine_is_killed(tmp_path: Path, op: str) -> None:
     with scripted(tmp_path, op) as server:
         engine = server.engine

@@ -39,7 +39,13 @@ async def test_after_an_update_the_server_equals_a_fresh_one(
     mine = [server.generate(p, 16) for p in prompts]
     folder = models.write_hf(tmp_path / "hf", server.config, server.weights[version])
     spec = EngineSpec(
-        str(folder), tp_size=2, max_running_requests=MAX_RUNNING, context_length=CONTEXT, max_prefill_tokens=MAX_PREFILL
+        str(folder),
+        tp_size=2,
+        max_running_requests=MAX_RUNNING,
+        context_length=CONTEXT,
+        max_prefill_tokens=MAX_PREFILL,
+        token_paddings=(MAX_PREFILL,),
+        bs_paddings=(MAX_RUNNING,),
     )
     with pytest.raises(EngineDied):  # noqa: PT012 - leaving the context reports the death as well
         async with open_engine(spec) as engine:

@@ -245,7 +245,7 @@ FIELD = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=FIELD, value=JSON)
 async def test_any_manifest_is_taken_or_refused_but_never_an_error_of_ours(
     checkpoint: Path, field: str, value: Any

@@ -30,7 +30,7 @@ SHAPES: dict[str, Config] = {
         "intermediate_size": 96,
     },
     "peaked": {"num_hidden_layers": 6, "head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 64},
-    "flat": {"num_hidden_layers": 10, "rope_theta": 1e6, "intermediate_size": 64},
+    "flat": {"num_hidden_layers": 5, "rope_theta": 1e6, "intermediate_size": 64},
 }
 
 

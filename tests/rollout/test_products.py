@@ -77,8 +77,16 @@ def test_a_linear_layer_rounds_once(dtype: Any) -> None:
     np.testing.assert_array_equal(np.asarray(out), np.asarray(apart + bias))
 
 
-@pytest.mark.parametrize("sizes", [[192], [64, 0, 1, 15, 16, 96], [0, 0, 3], [33, 31], [5] * 40])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ([192], jnp.bfloat16),
+        ([64, 0, 1, 15, 16, 96], jnp.bfloat16),
+        ([64, 0, 1, 15, 16, 96], jnp.float32),
+        ([0, 0, 3], jnp.bfloat16),
+        ([5] * 40, jnp.float32),
+    ],
+)
 @pytest.mark.parametrize("products", [expert_products, partial(grouped_products, interpret=True)])
 def test_experts_multiply_their_own_rows(products: Any, sizes: list[int], dtype: Any) -> None:
     """Numbers of rows that suit no tile: six experts, three a token and 64 tokens are 192 rows."""
@@ -86,9 +94,8 @@ def test_experts_multiply_their_own_rows(products: Any, sizes: list[int], dtype:
     lhs = jnp.array(rng.normal(size=(n_rows, 24)), dtype)
     rhs = jnp.array(rng.normal(size=(len(sizes), 24, 40)), dtype)
     out = jax.jit(lambda *of: products(*of, preferred_element_type=jnp.float32))(lhs, rhs, group_sizes)
-    expected = jax.lax.ragged_dot(
-        lhs.astype(jnp.float32), rhs.astype(jnp.float32), group_sizes, precision=jax.lax.Precision.HIGHEST
-    )
+    rows, matrices = np.split(np.asarray(lhs, float), np.cumsum(sizes)[:-1]), np.asarray(rhs, float)
+    expected = np.concatenate([of_expert @ matrix for of_expert, matrix in zip(rows, matrices, strict=True)])
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 

@@ -58,7 +58,7 @@ def test_draws_from_many_blocks_follow_the_softmax(allowed: float) -> None:
     many = np.random.default_rng(3)
     scores = (many.normal(size=2500) * 3).astype(np.float32)
     scores[many.random(2500) >= allowed] = -np.inf
-    tokens, logprobs = draw(20_000, scores=scores)
+    tokens, logprobs = draw(5000, scores=scores)
     with np.errstate(divide="ignore"):
         expected = log_softmax(scores.astype(float))
     assert chi2_per_degree(tokens, np.exp(expected)) < 1.6
@@ -81,8 +81,8 @@ def test_draws_at_successive_positions_of_one_request_follow_the_softmax() -> No
 
 def test_positions_and_seeds_are_independent_of_each_other() -> None:
     """Pairs (draw at 0, draw at 1) over many seeds have the product distribution."""
-    few = SCORES[:6]
-    p = np.exp(log_softmax(few.astype(float)))
+    few = np.where(np.arange(50) < 6, SCORES, -np.inf).astype(np.float32)
+    p = np.exp(log_softmax(SCORES[:6].astype(float)))
     pairs = draw(20_000, index=0, scores=few)[0] * 6 + draw(20_000, index=1, scores=few)[0]
     assert chi2_per_degree(pairs, np.outer(p, p).ravel()) < 1.6
 
@@ -147,7 +147,7 @@ def test_temperature_zero_takes_the_best() -> None:
 
 def test_logprobs_are_of_the_whole_distribution() -> None:
     """Not renormalised for the nucleus: they are what an importance ratio needs."""
-    tokens, logprobs = draw(200, temperature=0.7, top_p=0.5)
+    tokens, logprobs = draw(64, temperature=0.7, top_p=0.5)
     np.testing.assert_allclose(logprobs, log_softmax(SCORES.astype(float), 0.7)[tokens], atol=1e-5)
     tokens, logprobs = draw(1, temperature=0.0)
     np.testing.assert_allclose(logprobs, log_softmax(SCORES.astype(float))[tokens], atol=1e-5)
@@ -174,7 +174,7 @@ def test_min_p_drops_tokens_below_its_share_of_the_likeliest() -> None:
 
 def test_biases_and_masks_change_the_draw_and_not_its_logprob() -> None:
     """A row without constraints between rows with some draws as before."""
-    n = 4000
+    n = 5000
     rows = [np.full(n, value, dtype) for value, dtype in ((0.7, np.float32), (1.0, np.float32), (0.0, np.float32))]
     rest = np.full(n, ALL, np.int32), np.stack([np.zeros(n), np.arange(n)], 1).astype(np.uint32), np.zeros(n, np.int32)
     scores, forced = np.tile(SCORES, (n, 1)), np.full(n, -1, np.int32)

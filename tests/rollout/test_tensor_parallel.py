@@ -31,8 +31,8 @@ SIZES = {
     "max_running_requests": MAX_RUNNING,
     "max_prefill_tokens": MAX_PREFILL,
     "max_total_tokens": POOL,
-    "token_paddings": (16, 64),
-    "bs_paddings": (8, 16),
+    "token_paddings": (64,),
+    "bs_paddings": (16,),
 }
 
 

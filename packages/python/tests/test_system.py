@@ -18,6 +18,7 @@ CONFIG = "tests/system/small.yaml"
 pytestmark = pytest.mark.timeout(900)  # whole runs: a busy machine takes minutes to start one
 
 
+@pytest.mark.long
 def test_a_run_is_stopped_continued_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = volley.train(config=CONFIG, name="mine", run={"dir": str(tmp_path)}, trainer={"max_steps": 400}, wait=False)
     with run:
