@@ -29,6 +29,7 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from tests.support import models
 from tests.support.engine import SETTINGS, FakeEngine, counted
+from tests.support.tokenizer import tiny_tokenizer
 from volley_serving.dialects.chat import ChatBody
 from volley_serving.dialects.completions import CompletionBody
 from volley_serving.dialects.fields import IGNORED, NEUTRAL
@@ -144,11 +145,14 @@ async def test_a_field_of_chats_is_refused_beside_a_text(http: httpx.AsyncClient
     assert (status, message.partition("=")[0]) == (422, name)
 
 
-async def test_tools_are_refused_where_the_template_does_not_write_them(http: httpx.AsyncClient) -> None:
+async def test_tools_are_described_where_the_template_does_not_write_them(
+    engine: Recorded, http: httpx.AsyncClient
+) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    status, message = await told(http, CHAT, tools=[tool])
-    assert (status, message.partition(":")[0]) == (422, "tools")
-    assert (await told(http, CHAT, tools=[]))[0] == 200
+    for tools in ([tool], []):
+        assert (await told(http, CHAT, tools=tools))[0] == 200
+        text = tiny_tokenizer().decode(engine.requests[-1].input_ids.tolist())
+        assert ("You can use tools:\n- add()" in text) == bool(tools)
 
 
 async def test_a_format_becomes_a_grammar_if_the_engine_has_them(engine: Recorded, http: httpx.AsyncClient) -> None:
