@@ -65,6 +65,7 @@ BENCHMARKS = {
         "tools.bench.generation", "base", "asynchronous against turn-synchronous generation, simulated (aim ≤ 0.36)"
     ),
     "sessions": Benchmark("tools.bench.sessions", "base", "2,048 agents' sessions on one recorder (aim: lag ≤ 50 ms)"),
+    "page": Benchmark("tools.bench.page", "base", "first picture of a run of 10,000 steps in Chromium (aim ≤ 300 ms)"),
     "publishing": Benchmark(
         "tools.bench.publishing",
         "base",

@@ -89,6 +89,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(runs.warm))
         waiting = group.create_task(until())
         waiting.add_done_callback(lambda _: stop())
         await server.serve(sockets=[listener])

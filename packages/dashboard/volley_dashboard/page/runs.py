@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -35,6 +36,12 @@ class Runs:
         if path is None:
             raise NotFound(f"there is no run {name[:100]}", "the page `/` lists the runs")
         return self._opened(name, path)
+
+    def warm(self) -> None:
+        """Read the newest run before somebody asks for it."""
+        with suppress(OSError, ValueError):
+            name, path = max(self._names().items(), key=lambda one: (one[1] / "run.json").stat().st_mtime)
+            self._opened(name, path).glance()
 
     def _opened(self, name: str, path: Path) -> RunReader:
         known, folder = self._open.get(name), RunFolder(path)

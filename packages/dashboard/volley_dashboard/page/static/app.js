@@ -1,9 +1,5 @@
 // Router of the dashboard: the part of the address after # names the page.
 import { element, Problem, titled } from "./page.js";
-import { showRuns } from "./runs.js";
-import { showRun } from "./run.js";
-import { showEpisodes } from "./episodes.js";
-import { showTicket } from "./ticket.js";
 
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
@@ -11,11 +7,11 @@ const live = document.getElementById("live");
 let stop = () => {};
 
 const pages = [
-  [/^\/?$/, (view) => showRuns(view)],
-  [/^\/run\/([^/?]+)$/, (view, run) => showRun(view, live, run)],
-  [/^\/run\/([^/?]+)\/episodes$/, (view, run, query) => showEpisodes(view, run, query)],
+  [/^\/?$/, async (view) => (await import("./runs.js")).showRuns(view)],
+  [/^\/run\/([^/?]+)$/, async (view, run) => (await import("./run.js")).showRun(view, live, run)],
+  [/^\/run\/([^/?]+)\/episodes$/, async (view, run, query) => (await import("./episodes.js")).showEpisodes(view, run, query)],
   [/^\/ticket\/(\d+)$/, (view, ticket) => { location.replace(`#/run/${lastRun()}/ticket/${ticket}`); }],
-  [/^\/run\/([^/?]+)\/ticket\/([^?]+)$/, (view, run, ticket, query) => showTicket(view, run, ticket, query)],
+  [/^\/run\/([^/?]+)\/ticket\/([^?]+)$/, async (view, run, ticket, query) => (await import("./ticket.js")).showTicket(view, run, ticket, query)],
 ];
 
 async function route() {

@@ -51,6 +51,9 @@ function range(_, low, high) {
   return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
+// Range of the horizontal axis: around a single value, which uPlot would draw on an axis up to 100.
+const xRange = (_, low, high) => (low === null || low < high ? [low, high] : [Math.max(0, low - 1), low + 1]);
+
 function axisColors() {
   const style = getComputedStyle(document.documentElement);
   return { text: style.getPropertyValue("--soft").trim(), line: style.getPropertyValue("--line").trim() };
@@ -115,7 +118,7 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     const look = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, font: "11px system-ui" };
     plot = new uPlot({
       width: Math.max(200, box.clientWidth), height, legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
-      scales: { x: { time: false }, y: { range, distr: view.log && !percent ? 3 : 1 } },
+      scales: { x: { time: false, range: xRange }, y: { range, distr: view.log && !percent ? 3 : 1 } },
       axes: [{ ...look, size: 26, ...(view.x === "step" ? { incrs: STEPS } : {}) }, { ...look, size: width, values: percent ? (...given) => given[1].map((one) => (one === null ? "" : `${number(100 * one, 2)} %`)) : labels }],
       bands: bands.map(([upper, lower, fill]) => ({ series: [upper, lower], fill })),
       series: [{}, ...shown.map((one) => ({

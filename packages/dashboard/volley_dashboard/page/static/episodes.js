@@ -58,7 +58,7 @@ export async function showEpisodes(main, run, query) {
       element("a", { href: `/api/runs/${address(run)}/episodes.${kind}?${exported}`, download: `episodes.${kind}` }, text);
     const more = element("div", { class: "row" },
       element("button", { type: "button", disabled: offset === 0, onclick: () => go({ offset: Math.max(0, offset - PAGE) || null }) }, "← newer"),
-      element("span", {}, found.total ? `${number(Math.min(offset + 1, found.total))}–${number(Math.min(offset + PAGE, found.total))} of ${number(found.total)}` : "No episode meets the filters"),
+      element("span", {}, found.total ? `${number(Math.min(offset + 1, found.total))}–${number(Math.min(offset + PAGE, found.total))} of ${number(found.total)}` : [...query].length ? "No episode meets the filters" : "No episode is archived yet"),
       element("button", { type: "button", disabled: offset + PAGE >= found.total, onclick: () => go({ offset: offset + PAGE }) }, "older →"),
       compare, download("jsonl", "export as JSON lines"), found.parquet ? download("parquet", "as Parquet") : null,
       found.waiting ? element("span", { class: "soft" }, `reading ${found.waiting} more steps…`) : null);

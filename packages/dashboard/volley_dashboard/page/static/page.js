@@ -1,4 +1,5 @@
 // Helpers of all pages. Text from a run only ever becomes a text node.
+import { takeEarly } from "./start.js";
 
 export class Problem extends Error {
   constructor(message, status = 0, hint = "") {
@@ -11,7 +12,7 @@ export class Problem extends Error {
 export async function fetchJson(path) {
   let answer;
   try {
-    answer = await fetch(path);
+    answer = await (takeEarly(path) ?? fetch(path));
   } catch {
     throw new Problem("the dashboard does not answer", 0, "Start it again with `volley dashboard`.");
   }

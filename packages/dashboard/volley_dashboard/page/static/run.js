@@ -1,18 +1,8 @@
 // One run: state, advice, curves, services, ledger, commands.
 import { address, command, element, environmentName, fetchJson, number, patch, percent, STATE_COLOURS, table, titled, visible } from "./page.js";
 import { axis, chart, COLORS, controls, redraw } from "./charts.js";
+import { dataOf, SECTIONS } from "./start.js";
 
-const SECTIONS = [
-  ["Learning", [["Reward", "reward_mean"], ["Success in training", "success"], ["Loss", "loss"], ["Gradient norm", "grad_norm"],
-    ["Entropy", "entropy"], ["KL to the reference", "kl"]]],
-  ["Off-policy", [["Staleness, mean", "staleness_mean"], ["Clipped tokens", "clip_fraction"], ["Effective share of tokens", "effective_share"],
-    ["Rejected tokens", "rejected_fraction"], ["Log-prob mismatch, nats", "logprob_abs_diff_current"],
-    ["Zero-advantage groups", "zero_variance_groups"]]],
-  ["Speed", [["Tokens/s", "tokens_per_sec"], ["Step time, s", "step_s"], ["Wait for groups, s", "wait_s"],
-    ["Packing efficiency", "packing_efficiency"], ["Tokens a step", "tokens"], ["Truncated episodes", "truncation_rate"]]],
-];
-// Curves that are drawn at first; without them in the address of a run's data, all are sent.
-const SHOWN = ["time", ...SECTIONS.flatMap(([, metrics]) => metrics.map(([, key]) => key))].join();
 const FINAL = new Set(["finished", "failed", "stopped", "unreadable", "refused"]);
 
 export async function showRun(main, live, run) {
@@ -34,7 +24,7 @@ export async function showRun(main, live, run) {
   }
 
   async function draw() {
-    const latest = await fetchJson(curves.wantsAll() ? path : `${path}?columns=${SHOWN}`);
+    const latest = await fetchJson(dataOf(run, curves.wantsAll()));
     if (!main.isConnected) return;
     found = latest;
     showState(found.summary.state);
@@ -257,7 +247,8 @@ function showFleet(services, fleet) {
 
 function ledger(found) {
   const rows = Object.entries(found.dispositions).map(([name, n]) => [name, number(n)]);
-  if (rows.length === 0) return [];
+  if (rows.length === 0 && found.n_steps > 0) return []; // a sample of a long run
+  if (rows.length === 0) return [element("h2", {}, "Tickets"), element("p", { class: "soft" }, "No ticket has ended yet.")];
   return [element("h2", {}, "Tickets"), table(["outcome", { text: "lines in the ledger", number: true }], rows),
     found.chain ? element("p", { class: "soft hash" }, "Head of the hash chain: ", element("code", {}, found.chain)) : null].filter(Boolean);
 }
