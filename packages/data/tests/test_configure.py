@@ -220,6 +220,13 @@ def test_a_wrong_reward_is_named(here: Path, reward: str, said: str) -> None:
         made(reward)
 
 
+def test_a_reward_that_calls_a_server_is_told_that_there_is_no_network(here: Path) -> None:
+    text = "import urllib.request\ndef f(completion, row):\n    urllib.request.urlopen('http://127.0.0.1:9/')\n"
+    (here / "calls.py").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"raised URLError: .*\(rewards have no network: "):
+        made("calls.py")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -15,6 +15,7 @@ from volley_python.submissions.source import Content
 from volley_sandbox.commands.trial import validated
 from volley_sandbox.submissions.findings import missing_package
 
+_NETWORK = re.compile(r"raised (?:\w+\.)*(?:URLError|gaierror|Connect\w*|Connection\w*|MaxRetryError)\b")
 _CHECKED = re.compile(r"^Checked: (\{.*\})$", re.MULTILINE)
 _PASSED = "passed.json"
 
@@ -45,7 +46,9 @@ def check(content: bytes, folder: Path, rewards: str, tools: str = "") -> Reward
     found: dict[str, Any] = orjson.loads(match[1])
     if "wrong" in found:
         wrong = str(found["wrong"])
-        raise ConfigError(wrong, missing_package(wrong) or "correct the reward; an answer may be any text")
+        offline = "rewards have no network: keep what they need in columns, or in modules beside the file"
+        told = offline if _NETWORK.search(wrong) else "correct the reward; an answer may be any text"
+        raise ConfigError(wrong, missing_package(wrong) or told)
     if failed := _failed(packed, {}):
         raise ConfigError(_one_line(failed, rewards, tools), failed[2])
     trial = RewardTrial(**found)

@@ -236,9 +236,16 @@ function move(event, columns) {
   all[Math.max(0, Math.min(all.length - 1, to))]?.choose();
 }
 
+// A value of a ledger's line: a list of versions without brackets, nothing as a dash.
+function plain(value) {
+  if (value === null) return "–";
+  return Array.isArray(value) && value.every((one) => typeof one === "string") ? value.join(", ") : typeof value === "string" ? value : JSON.stringify(value);
+}
+
 function links(run, group) {
   const lines = group.ledger.map((line) => table(["key", { text: "value", wrap: true }],
-    Object.entries(line).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]), "Line of the ledger"));
-  return [element("h2", {}, "Ledger"), ...lines,
+    Object.entries(line).map(([key, value]) => [key, plain(value)]), "Line of the ledger"));
+  const none = element("p", { class: "soft" }, "The ledger has no line of this ticket yet: the trainer writes it when its step is durable.");
+  return [element("h2", {}, "Ledger"), ...(lines.length ? lines : [none]),
     element("h2", {}, "Repeat"), ...group.commands.map(command)];
 }
