@@ -21,7 +21,7 @@ from tools.soak.samples import usage
 from volley.layout import PROJECT
 from volley.runs.run_file import read_record, write_json
 
-_SAMPLE_EVERY_S = 1.0
+_SAMPLE_EVERY_S = 5.0
 _RUN = TypeAdapter(RecipeRun)
 
 
