@@ -68,9 +68,10 @@ def _template(text: str) -> str:
             raise ValueError(
                 f"has the placeholder {{{name[:40]}}}, but only {allowed} exist; a brace is written {{{{ or }}}}"
             )
-    if not placeholders(text) & {*INFORMATION}:
+    if text.strip() in ("", "{prompt}"):
         raise ValueError(
-            f"tells the teacher nothing that the policy does not know: use one of {allowed[: allowed.rindex(',')]}"
+            "tells the teacher nothing that the policy does not know: add a text of your own, or one of"
+            f" {allowed[: allowed.rindex(',')]}"
         )
     return text
 

@@ -20,7 +20,7 @@ from tools.recipes import pages, records, training
 from tools.recipes.__main__ import main
 from tools.recipes.records import RECIPES, Recipe, RecipeRun, RecipeSummary
 from tools.recipes.training import commands, trained
-from volley.__main__ import parser
+from volley.__main__ import parse_arguments
 from volley.layout import PROJECT
 from volley.reporting.intervals import wilson
 from volley.runs.run_file import RunRecord, write_record
@@ -252,8 +252,10 @@ def test_a_block_of_a_page_is_replaced_alone() -> None:
 def test_the_commands_of_a_recipe_parse(name: str, tmp_path: Path) -> None:
     recipe = records.load(name)
     for arguments in commands(name, recipe, 7, tmp_path).values():
-        given = parser().parse_args(arguments)
+        given = parse_arguments(arguments)
         overrides = [one for one in arguments if re.match(r"[\w.]+=", one) and "@latest" not in one]
+        if "--data" in arguments:
+            overrides += ["model.path=m", "data.env=none"]
         found = config.load(given.config, overrides).config.run
         assert (found.seed, found.dir) == (7, tmp_path)
 
