@@ -25,7 +25,6 @@ from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import Trajectory, WeightVersion
 from tests.support import small_run
-from tests.support.foreign import environment
 from tests.support.stack import Training, training
 from volley import AsyncClient, Client, Run
 from volley.layout import PROJECT
@@ -344,23 +343,3 @@ async def play_async(going: Training) -> None:
         if event.kind == "ticket":
             break
     assert len(await client.trajectories()) > 0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_the_notebook_runs_on_a_live_run(tmp_path: Path) -> None:
-    packages = ["pandas>=2.2", "polars>=1.20", "pyarrow>=20", "nbclient>=0.10", "ipykernel>=6.29"]
-    python = environment("notebook", packages)
-    (site,) = python.parents[1].glob("lib/python*/site-packages")
-    changes = ("trainer.max_steps=400", "services.env.unsandboxed=[compass]", "data.n_eval_tasks=2")
-    with training(tmp_path, *changes) as going:
-        going.wait_for(r"^step +1/", 900)
-        variables = {"PYTHONPATH": f"{site}:{PROJECT}", "PATH": "/usr/bin:/bin", "RUN": str(going.folder.path)}
-        variables |= {"MPLBACKEND": "agg", "HOME": str(tmp_path), "SESSIONS": "8"}
-        variables["XDG_STATE_HOME"] = os.environ["XDG_STATE_HOME"]  # with the key that marks the run as ours
-        program = [sys.executable, "-c", "from nbclient.cli import main; main()", "--timeout", "240"]
-        command = [*program, "--output", str(tmp_path / "run"), "examples/notebooks/run_from_python.ipynb"]
-        done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, timeout=480)
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    cells = orjson.loads((tmp_path / "run.ipynb").read_bytes())["cells"]
-    assert [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"][-1] is not None
