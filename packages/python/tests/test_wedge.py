@@ -133,6 +133,14 @@ WEDGES = {
         [trainer(), orchestrator(waits={"teacher": 9}), ROLLOUT, ENV],
         ["trainer waits", "orchestrator waits for the teacher (9 episodes)"],
     ),
+    "the teacher is away during an evaluation": (
+        [trainer(), orchestrator(waits={"teacher": 9, "rollout": 2}, evaluating_step=4), ROLLOUT, ENV],
+        [
+            "trainer waits",
+            "orchestrator waits for answers of rollout servers (2 requests), to evaluate step 4",
+            "orchestrator waits for the teacher (9 episodes)",
+        ],
+    ),
     "no agent claims the tasks": (
         [trainer(), orchestrator(sessions={"running": 9, "unclaimed": 3}), ROLLOUT, ENV],
         ["trainer waits", "orchestrator waits for external agents, which have not claimed 3 tasks"],

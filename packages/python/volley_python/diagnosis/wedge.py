@@ -21,6 +21,8 @@ trainer or the tokens of an engine.
 """
 FRESH_S = 5.0
 """A run that advanced within this many seconds is running."""
+_OF_TRAINING = ("teacher", "judge")
+"""What only the episodes of training wait for."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
 State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
@@ -268,7 +270,10 @@ def _orchestrator(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
     if not waits and (waiting := facts.get("waiting")):
         waits.append(_held_elsewhere(facts) or WaitLink(waiting["on"], _sentence(waiting)))
     if (step := facts.get("evaluating_step")) is not None:
-        waits = [WaitLink(link.on, f"{link.what}, to evaluate step {step}") for link in waits]
+        waits = [
+            link if link.on in _OF_TRAINING else WaitLink(link.on, f"{link.what}, to evaluate step {step}")
+            for link in waits
+        ]
     return WaitNode(*who, waits=tuple(waits))
 
 
