@@ -8,8 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from services.trainer.batches.batch import Row
+from services.trainer.learner.critic import Critic
+from services.trainer.learner.policy import Policy
+from services.trainer.learner.scoring import Scorer
+from services.trainer.learner.train_step import Learner
 from services.trainer.models import family
 from shared.models.config import ModelConfig
 from shared.models.names import from_hf, hf_name
@@ -29,6 +34,34 @@ def model_of(
 
 def _leaf(weights: models.Weights, name: str, size: tuple[int, ...]) -> np.ndarray:
     return from_hf(name, weights[hf_name(name)], size)
+
+
+_PROGRAMS = {
+    Scorer: ("_score", "_score_plain", "_score_exactly"),
+    Learner: ("_gradient", "_apply", "_add"),
+    Critic: ("_values",),
+}
+_KNOWN: list[tuple[Any, Policy]] = []
+
+
+def sharing(one: Policy) -> Policy:
+    """Let a policy run the programs of the first policy of the same model and options, as compiled; its parameters and
+    its state stay its own, for programs take them as arguments.
+    """
+    options = one.options
+    kind = nnx.graphdef(one.model), options.algorithm, options.temperature, options.optimizer, options.critic
+    first = next((known for of, known in _KNOWN if of == kind), None)
+    if first is None:
+        _KNOWN.append((kind, one))
+        return one
+    pairs: list[tuple[Any, Any]] = [(one._scorer, first._scorer), (one._learner, first._learner)]
+    if one._critic is not None and first._critic is not None:
+        pairs += [(one._critic, first._critic), (one._critic._learner, first._critic._learner)]
+    for to, from_ in pairs:
+        if type(to) in _PROGRAMS and type(to) is type(from_):
+            for name in _PROGRAMS[type(to)]:
+                setattr(to, name, getattr(from_, name))
+    return one
 
 
 def rows(n: int, seed: int = 0, longest: int = 24, vocab: int = 96) -> list[Row]:

@@ -210,18 +210,23 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     assert value == pytest.approx(expected, rel=1e-5)
 
 
-def k3(distance: float) -> tuple[float, float, float]:
-    """Loss, its mean `kl`, and gradient of one token without advantage, `distance` nats from the reference."""
+@cache
+def compiled_k3():
+    """Loss and gradient of one token without advantage, as functions of its log-probability and the reference's."""
     ones = jnp.ones((1, 1))
-    batch = Batch(
-        ones, ones, ones, -ones, 0 * ones, ones, jnp.ones((1, 1)), reference=jnp.full((1, 1), min(0.0, distance))
-    )
     loss = algorithm(made(0.2, 0.2, 1.0, "grpo", "low_var_kl", None), 1, 64).loss
 
-    def of(logprob: jax.Array):
+    def of(logprob: jax.Array, reference: jax.Array):
+        batch = Batch(ones, ones, ones, -ones, 0 * ones, ones, jnp.ones((1, 1)), reference=reference)
         return loss(TokenScores(logprob, 0 * ones), batch)
 
-    (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((1, 1), min(0.0, -distance)))
+    return jax.jit(jax.value_and_grad(of, has_aux=True))
+
+
+def k3(distance: float) -> tuple[float, float, float]:
+    """Loss, its mean `kl`, and gradient of one token without advantage, `distance` nats from the reference."""
+    given = (np.full((1, 1), min(0.0, sign * distance), np.float32) for sign in (-1, 1))
+    (value, told), gradient = compiled_k3()(*given)
     return float(value), told["kl"].value(), float(gradient[0, 0])
 
 
@@ -250,19 +255,25 @@ def test_k3_and_its_gradient_are_precise_near_0(distance: float):
     assert gradient == pytest.approx(-np.expm1(d), rel=3e-6, abs=0.0)
 
 
+@cache
+def compiled_ratios(algo: str):
+    """Loss and gradient of two rows of three tokens with huge advantages, by their log-probabilities and older ones."""
+    ones = jnp.ones((2, 3))
+    advantages = jnp.array([[1e9] * 3, [-1e9] * 3])
+    loss = algorithm(made(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0), 1, 64).loss
+
+    def of(logprobs: jax.Array, behaviour: jax.Array):
+        batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones((2, 1)), reference=behaviour)
+        return loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour))
+
+    return jax.jit(jax.value_and_grad(of, has_aux=True))
+
+
 @pytest.mark.parametrize("algo", ["grpo", "gspo-token"])
 @pytest.mark.parametrize("apart", [-1e4, -300.0, 300.0, 1e4])
 def test_ratios_of_policies_far_apart_are_finite_and_so_are_their_gradients(algo: str, apart: float):
-    ones = jnp.ones((2, 3))
-    behaviour = jnp.full((2, 3), min(0.0, -apart))
-    advantages = jnp.array([[1e9] * 3, [-1e9] * 3])
-    batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones((2, 1)), reference=behaviour)
-    loss = algorithm(made(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0), 1, 64).loss
-
-    def of(logprobs: jax.Array):
-        return loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour))
-
-    (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((2, 3), min(0.0, apart)))
+    given = (np.full((2, 3), min(0.0, sign * apart), np.float32) for sign in (1, -1))
+    (value, told), gradient = compiled_ratios(algo)(*given)
     assert np.isfinite(float(value))
     assert all(np.isfinite(x) for x in statistics.values(told).values())
     assert np.isfinite(np.square(np.asarray(gradient))).all()

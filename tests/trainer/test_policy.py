@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from shared.run.rounding import LIMIT, MOST
 from shared.run.token_values import CLIPPED, REJECTED, TRUNCATED
 from shared.types import WeightVersion
 from tests.support import decoder_reference, models
-from tests.trainer.support import CONFIG, group, model_of
+from tests.trainer.support import CONFIG, group, model_of, sharing
 from volley_algorithms.sao import Sao
 from volley_algorithms.sections import CispoSection, DppoSection, SaoSection
 from volley_proof.replay.values import values_of
@@ -53,6 +54,11 @@ OPTIONS = PolicyOptions(
 
 
 def policy(options: PolicyOptions = OPTIONS, weights: models.Weights = WEIGHTS, reference=None) -> Policy:
+    return sharing(unshared(options, weights, reference))
+
+
+def unshared(options: PolicyOptions, weights: models.Weights = WEIGHTS, reference=None) -> Policy:
+    """A policy that compiles its own programs."""
     return Policy(model_of(weights, CONFIG_1), options, CONFIG_1, reference)
 
 
@@ -86,7 +92,7 @@ def test_a_step_runs_what_was_compiled_before_it(layout: BatchLayout, caplog: py
     options = replace(OPTIONS, layout=layout)
     model = ModelOptions(Path(), "float32", "none", (1, 1), ("fsdp", "tp"), 0)
     shapes = micro_batch(ModelConfig.parse(CONFIG_1), model, options, layout.rows)
-    one, other = policy(options), policy(options)
+    one, other = unshared(options), unshared(options)
     assert layout.has_one_shape
     one.compile(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     batches, _ = one._batches(held(1, 2, 3, 4), START)
@@ -222,6 +228,7 @@ def test_iterations_move_further_on_the_same_data():
     assert moved[1] > 1.5 * moved[0]
 
 
+@cache
 def ppo_options(**changes: Any) -> PolicyOptions:
     section = PpoSection(name="ppo", **changes)
     made = Ppo(section, 1, 16)
@@ -267,6 +274,7 @@ def test_sao_takes_more_updates_of_the_critic_and_leaves_its_attention():
     assert resumed.optimizer_checksum() == straight.optimizer_checksum()
 
 
+@cache
 def sao_options(**changes: Any) -> PolicyOptions:
     section = SaoSection(name="sao", **changes)
     made = Sao(section, 1, 16)
@@ -455,7 +463,7 @@ def fine_and_rounded_vectors(options: PolicyOptions) -> list[Policy]:
         for name, v in fine.items()
     }
     assert any(not np.array_equal(fine[name], v) for name, v in rounded.items() if name.endswith("bias"))
-    return [Policy(model_of(one, config, dtype="bfloat16"), options, config, None) for one in (fine, rounded)]
+    return [sharing(Policy(model_of(one, config, dtype="bfloat16"), options, config, None)) for one in (fine, rounded)]
 
 
 def test_the_critic_uses_its_vectors_unrounded():
