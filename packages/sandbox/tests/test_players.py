@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ import pytest
 
 from shared import config
 from shared.errors import ConfigError
+from shared.process.ports import free_port
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.support.submitted import decided, opened, submit
@@ -127,6 +129,16 @@ async def test_a_game_that_its_player_ends_at_once_begins_again_a_few_times(
         mover.moves = ["x"] * 8
         failed = await client.post("/episodes", json=opened("nim", "2", 1))
         assert (failed.status_code, "with its first move" in failed.json()["detail"]) == (500, True)
+
+
+async def test_a_player_that_does_not_answer_is_named(open_client: OpenClient) -> None:
+    nobody = {"servers": {"old": {"url": f"http://127.0.0.1:{free_port()}/v1", "timeout_s": 2}}}
+    games = {"nim": {"first": {"server": "old"}}}
+    async with open_client(limits=Limits(), unsandboxed=["nim"], players={**nobody, "games": games}) as client:
+        await ready(client)
+        failed = await client.post("/episodes", json=opened("nim", "1"))
+    assert failed.status_code == 503
+    assert re.match("the player's server old .*: nothing listens there", failed.json()["detail"])
 
 
 async def test_a_share_of_the_tasks_is_played_by_others(open_client: OpenClient, mover: Mover) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from services.env.backend import LiveEpisode, SeatedEpisode
 from services.env.episode_types import Demonstration, Message, StepResult, assistant
 from shared.errors import Busy, VolleyError
+from shared.process import telemetry
 from shared.text import well_formed
 from volley_sandbox.backends.submitted import SubmittedBackend
 from volley_sandbox.players.section import PlayersSection, SeatPlayer
@@ -24,6 +25,7 @@ from volley_sandbox.rewards.judge import completion
 from volley_sandbox.rewards.servers import Answer, AskedServer, Question
 from volley_sandbox.rewards.store import RewardStore
 
+_log = telemetry.Log("players")
 _MOST_OPENINGS = 8
 """Most games that are begun until the policy has a turn: a player may end a game with its first move."""
 
@@ -35,6 +37,7 @@ class PlayedBackend:
     inner: SubmittedBackend
     players: Mapping[str, SeatPlayer]
     servers: Mapping[str, AskedServer]
+    unknown: set[str] = field(default_factory=set[str])
 
     async def splits(self) -> tuple[str, ...]:
         return await self.inner.splits()
@@ -57,6 +60,7 @@ class PlayedBackend:
         for number in range(_MOST_OPENINGS):
             episode = await self.inner.reset(split, index, seed)
             if not isinstance(episode, SeatedEpisode) or seat not in episode.seats:
+                self._note(seat, episode)
                 return episode
             player = self.players[seat]
             game = PlayedEpisode(episode, seat, player, self.servers[player.server], f"{seed}/{number}")
@@ -68,6 +72,13 @@ class PlayedBackend:
                 raise
             await game.close()
         raise VolleyError(f"the player of {seat} ended {_MOST_OPENINGS} games of {split}/{index} with its first move")
+
+    def _note(self, seat: str, episode: LiveEpisode) -> None:
+        """Log once that a task lacks a seat that has a player."""
+        if seat and seat not in self.unknown:
+            self.unknown.add(seat)
+            known = list(episode.seats) if isinstance(episode, SeatedEpisode) else []
+            _log.warning("a seat with a player is not in the task", seat=seat, task=episode.task, seats=known)
 
     def _seat(self, split: str, index: int) -> str:
         """Return the seat that has a player in this task; "" if none has. All episodes of a group have the same."""
@@ -179,6 +190,7 @@ async def open_players(
     async with AsyncExitStack() as stack:
         store = stack.enter_context(await asyncio.to_thread(RewardStore, folder / "players.sqlite3"))
         for name, settings in section.servers.items():
-            server = AskedServer(name, settings, store, ca_file, key=f"services.env.players.servers.{name}")
+            key = f"services.env.players.servers.{name}"
+            server = AskedServer(name, settings, store, ca_file, key, what="player's server")
             servers[name] = await stack.enter_async_context(server)
         yield with_players

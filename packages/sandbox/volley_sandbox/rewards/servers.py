@@ -87,13 +87,20 @@ class AskedServer:
 
     Args:
         key: of its settings in the configuration (default: in services.env.reward_servers).
+        what: noun in errors.
     """
 
     def __init__(
-        self, name: str, settings: RewardServer, store: RewardStore, ca_file: Path | None = None, key: str = ""
+        self,
+        name: str,
+        settings: RewardServer,
+        store: RewardStore,
+        ca_file: Path | None = None,
+        key: str = "",
+        what: str = "reward server",
     ) -> None:
         self.name, self._settings, self._store = name, settings, store
-        self._key = key or f"services.env.reward_servers.{name}"
+        self._key, self._shown = key or f"services.env.reward_servers.{name}", f"the {what} {name}"
         self._token = read_key(settings.token_file, f"{self._key}.token_file")
         self._reports_tokens = True
         self._ca_file = ca_file
@@ -126,7 +133,7 @@ class AskedServer:
         try:
             key = question.key(self.name)
         except TypeError as error:
-            detail = f"the reward server {self.name} cannot receive this episode: {error}"
+            detail = f"{self._shown} cannot receive this episode: {error}"
             raise RewardRefused(detail, "its messages and tool calls must be JSON with numbers of 64 bits") from error
         asking = self._asking.get(key)
         if asking is None:
@@ -136,7 +143,7 @@ class AskedServer:
             task.add_done_callback(self._running.discard)
         await asyncio.wait([asking], timeout=WAIT_S)
         if not asking.done():
-            raise Busy(f"the reward server {self.name} has not answered yet", "ask again", retry_after_s=_AGAIN_S)
+            raise Busy(f"{self._shown} has not answered yet", "ask again", retry_after_s=_AGAIN_S)
         return asking.result()
 
     async def _answer(self, key: bytes, question: Question, asking: asyncio.Future[str]) -> None:
@@ -148,7 +155,7 @@ class AskedServer:
             self._fail(asking, error)
         except Exception as error:  # noqa: BLE001 - a defect here fails one question, never the service
             _log.exception("a question to a reward server failed", server=self.name)
-            detail = f"the answer of the reward server {self.name} could not be used: {type(error).__name__}: {error}"
+            detail = f"the answer of {self._shown} could not be used: {type(error).__name__}: {error}"
             self._fail(asking, RewardFailed(detail))
         finally:
             del self._asking[key]
@@ -172,9 +179,7 @@ class AskedServer:
         self._reports_tokens = self._reports_tokens and tokens is not None
         if unusable:
             await asyncio.to_thread(self._store.count_tokens, self.name, tokens or 0)
-            raise JudgementUnusable(
-                f"the answer of the reward server {self.name} {unusable}: …{judgement[-_MOST_TOLD:]}"
-            )
+            raise JudgementUnusable(f"the answer of {self._shown} {unusable}: …{judgement[-_MOST_TOLD:]}")
         judgement = await asyncio.to_thread(self._store.keep, key, self.name, judgement, tokens or 0)
         _REQUESTS.labels(self.name, "answered").inc()
         self._check_token_budget()
@@ -183,7 +188,7 @@ class AskedServer:
     def _check_token_budget(self) -> None:
         """Raises RewardRefused if a token budget cannot be enforced."""
         if not self._reports_tokens and self._settings.max_tokens is not None:
-            detail = f"the reward server {self.name} does not report used tokens, so max_tokens cannot be enforced"
+            detail = f"{self._shown} does not report used tokens, so max_tokens cannot be enforced"
             raise RewardRefused(detail, f"set {self._key}.max_requests instead")
 
     async def _sent(self, question: Question) -> Answer:
@@ -192,10 +197,10 @@ class AskedServer:
         self._check_token_budget()
         used_up = await asyncio.to_thread(self._store.count_request, self.name, limits.max_requests, limits.max_tokens)
         if used_up is not None:
-            detail = f"the budget of the reward server {self.name} is used up: {used_up}"
+            detail = f"the budget of {self._shown} is used up: {used_up}"
             raise RewardRefused(detail, f"raise {self._key}.{used_up.partition('=')[0]}")
         assert self._client is not None, "enter the server first"
-        where = f"the reward server {self.name} ({limits.url})"
+        where = f"{self._shown} ({limits.url})"
         try:
             answer = await self._client.post(question.path, question.body)
             if answer is None:
@@ -211,7 +216,7 @@ class AskedServer:
             ) from error
         except InputError as error:
             detail = f"{where} refuses: {self._without_token(error.detail)}"
-            raise RewardRefused(detail, "check url, model and token_file") from error
+            raise RewardRefused(detail, f"check url, model and token_file of {self._key}") from error
         except RewardFailed:
             raise
         except VolleyError as error:
