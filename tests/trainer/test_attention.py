@@ -70,9 +70,9 @@ def test_tiles_give_what_all_positions_at_once_give(length: int, options: ScoreO
         weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
-    of_tiles = jax.grad(partial(total, lambda *parts: attend(*parts, until)), argnums=(0, 1, 2))(*low)
+    of_tiles = jax.jit(jax.grad(partial(total, lambda *parts: attend(*parts, until)), argnums=(0, 1, 2)))(*low)
     with jax.enable_x64(True):
-        expected = jax.grad(partial(total, at_once), argnums=(0, 1, 2))(q, k, v)
+        expected = jax.jit(jax.grad(partial(total, at_once), argnums=(0, 1, 2)))(q, k, v)
     for ours, theirs in zip(of_tiles, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=3e-6, atol=5e-6)
 
@@ -86,7 +86,7 @@ def test_tokens_that_see_nothing_have_finite_values_and_no_gradient():
         made = attention.attend(q, k, v, until)
         return jnp.sum(made[:, :200]), made
 
-    gradients, made = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    gradients, made = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
     assert np.isfinite(made).all()
     assert all(np.isfinite(one).all() and not np.any(one[:, 200:]) for one in gradients)
 
@@ -98,7 +98,8 @@ def test_a_row_of_many_tiles_has_few_of_them():
 def test_no_tile_looks_past_its_end():
     """What comes later may be anything: it is not read, let alone multiplied by zero."""
     q, k, v = (np.random.default_rng(0).normal(size=(1, 530, n, H)).astype(np.float32) for n in (N, K, K))
-    whole = attention.attend(q, k, v)
+    attend = jax.jit(attention.attend)
+    whole = attend(q, k, v)
     end = 2 * attention.tile_size(530)
     k[:, end:], v[:, end:] = np.inf, np.nan
-    assert np.array_equal(attention.attend(q, k, v)[:, :end], whole[:, :end])
+    assert np.array_equal(attend(q, k, v)[:, :end], whole[:, :end])

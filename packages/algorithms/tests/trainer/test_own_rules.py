@@ -198,7 +198,10 @@ def loss(tokens):
 """
 
 
-@pytest.mark.parametrize("layout", [BatchLayout((16,), 8, 0), BatchLayout((16,), 3, 0), BatchLayout((64,), 1, 0, 64)])
+WHOLE = pytest.param(BatchLayout((16,), 8, 0), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("layout", [WHOLE, BatchLayout((16,), 3, 0), BatchLayout((64,), 1, 0, 64)])
 def test_a_rule_that_is_grpos_trains_its_weights_bit_for_bit(tmp_path: Path, layout: BatchLayout):
     """In one micro-batch, in several and packed, with a KL term and a correction."""
     (tmp_path / "grpo.py").write_text(GRPO, encoding="utf-8")

@@ -102,7 +102,7 @@ def test_loss_and_gradient_of_preferences_are_those_of_the_paper():
     terms, batches = preferences.weighted(pairs)
     assert len(batches) == 3
     assert terms.to_metrics()["loss"] == pytest.approx(dpo_loss(WEIGHTS, pairs), rel=1e-5)
-    of_batch = jax.grad(objective(model, weighted_likelihood, 1.0, "none"), has_aux=True)
+    of_batch = jax.jit(jax.grad(objective(model, weighted_likelihood, 1.0, "none"), has_aux=True))
     gradients = [of_batch(preferences.learner.params, batch)[0] for batch in batches]
     for leaf, name in (("final_norm.w", "model.norm.weight"), ("layers.0.input_layernorm.w", LAYER_NORM)):
         ours = np.sum([np.asarray(gradient[leaf], np.float64) for gradient in gradients], axis=0)

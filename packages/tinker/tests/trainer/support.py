@@ -24,11 +24,12 @@ CONFIG = models.tiny_config(head_dim=16, vocab_size=64)
 SHAPES = BatchShapes(context=48, vocab_size=64, pad_id=0, tokens=32)  # one row of 32: one compiled shape
 
 
-def base(folder: Path, dtype: str = "float32") -> Base:
+def base(folder: Path, dtype: str = "float32", n_layers: int = 1) -> Base:
     """Make the tiny model below a folder, with the weights of seed 3."""
     model = folder / "model"
     if not model.exists():
-        models.write_hf(model, CONFIG, models.random_weights(CONFIG, 3))
+        config = CONFIG | {"num_hidden_layers": n_layers}
+        models.write_hf(model, config, models.random_weights(config, 3))
     options = ModelOptions(model, dtype, "none", (1,), ("fsdp",), 0)
     return Base(options, ModelConfig.read(model))
 
