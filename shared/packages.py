@@ -94,56 +94,55 @@ ALGORITHMS, BACKENDS, FAMILIES = "volley.algorithms", "volley.backends", "volley
 ROUTERS, SINKS = "volley.routers", "volley.sinks"
 KEYS, SIDECARS, PARTS = "volley.keys", "volley.sidecars", "volley.parts"
 NAMED = (SECTIONS, KEYS, COMMANDS, ALGORITHMS, ENGINES, PARTS, BACKENDS, FAMILIES, ENVIRONMENTS, DATASETS)
-OWNERS: Mapping[str, str] = {
-    "tinker": "volley-rl-tinker",
-    **dict.fromkeys(
-        ("cispo", "dppo", "echo", "gdpo", "kpop", "mopd", "on_policy_distillation"), "volley-rl-algorithms"
+BROUGHT: Mapping[str, tuple[str, ...]] = {
+    "volley-rl-algorithms": (
+        "adaptive_concurrency", "cispo", "curriculum", "dapo", "dppo", "drgrpo", "echo", "gdpo", "generation_policy",
+        "gspo-token", "kpop", "maxrl", "mopd", "on_policy_distillation", "own", "rae", "reinforce_plus_plus", "rloo",
+        "rule_checks", "rule_text", "rules.credit", "rules.filter", "sao", "sapo", "seats", "teachers",
+        "teachers.check", "teachers.loss", "teachers.metrics",
     ),
-    **dict.fromkeys(("dapo", "drgrpo", "gspo-token", "maxrl", "rae", "rloo", "sao", "sapo"), "volley-rl-algorithms"),
-    **dict.fromkeys(
-        ("own", "reinforce_plus_plus", "rule_checks", "rule_text", "rules.credit", "rules.filter"),
-        "volley-rl-algorithms",
+    "volley-rl-bucket": ("bucket.run", "bucket.versions"),
+    "volley-rl-commands": (
+        "access", "completion", "config", "doctor", "eval", "follow", "foreign_names", "model", "model_download",
+        "model_refusals", "status", "upgrade",
     ),
-    **dict.fromkeys(("adaptive_concurrency", "curriculum", "generation_policy"), "volley-rl-algorithms"),
-    **dict.fromkeys(
-        ("seats", "teachers", "teachers.check", "teachers.loss", "teachers.metrics"), "volley-rl-algorithms"
+    "volley-rl-convert": ("export", "model_conversion"),
+    "volley-rl-dashboard": (
+        "compare", "dashboard", "docs_page", "live_display", "report", "run.dashboard", "run.trackers", "track",
+        "trajectories",
     ),
-    **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
-    **dict.fromkeys(("export", "model_conversion"), "volley-rl-convert"),
-    "trainer.processes": "volley-rl-multihost",
-    **dict.fromkeys(("gemma2", "gemma3_text", "mistral", "qwen2_moe", "qwen3_moe"), "volley-rl-families"),
-    **dict.fromkeys(("deepseek_v3", "engine_classes", "model_parts", "splash"), "volley-rl-families"),
-    **dict.fromkeys(("accelerators", "external_checks", "findings"), "volley-rl-launch"),
-    **dict.fromkeys(("launch", "node", "plan", "planner", "training_memory"), "volley-rl-launch"),
-    **dict.fromkeys(("access", "completion", "config", "doctor", "eval"), "volley-rl-commands"),
-    **dict.fromkeys(("follow", "foreign_names", "model", "status", "upgrade"), "volley-rl-commands"),
-    **dict.fromkeys(("model_download", "model_refusals"), "volley-rl-commands"),
-    "tunix": "volley-rl-tunix",
-    **dict.fromkeys(
-        ("run.dashboard", "run.trackers", "compare", "dashboard", "docs_page", "live_display", "report", "track"),
-        "volley-rl-dashboard",
+    "volley-rl-data": ("own_data", "own_data.options"),
+    "volley-rl-engines": ("gpu_kernels", "sglang", "vllm"),
+    "volley-rl-environments": (
+        "blocksworld", "code", "env.processes", "gsm8k", "gymnasium", "math", "reasoning_gym", "sokoban", "tetris",
+        "text_to_sql",
     ),
-    "trajectories": "volley-rl-dashboard",
-    **dict.fromkeys(("diagnosis.run", "diagnosis.waits", "folder_survey", "python_api"), "volley-rl-python"),
-    "source_identity": "volley-rl-python",
-    "traces": "volley-rl-traces",
-    **dict.fromkeys(("own_data", "own_data.options"), "volley-rl-data"),
-    **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
-    **dict.fromkeys(("blocksworld", "gymnasium", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
-    **dict.fromkeys(("env", "environments", "sandbox_tier", "services.env.players"), "volley-rl-sandbox"),
-    **dict.fromkeys(("code", "env.processes", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
-    **dict.fromkeys(("judges", "group_judges"), "volley-rl-judges"),
-    **dict.fromkeys(("client_errors", "constraints", "generate_route", "serve"), "volley-rl-serving"),
-    **dict.fromkeys(
-        ("sft", "dpo", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start"),
-        "volley-rl-supervised",
+    "volley-rl-families": (
+        "deepseek_v3", "engine_classes", "gemma2", "gemma3_text", "mistral", "model_parts", "qwen2_moe", "qwen3_moe",
+        "splash",
     ),
-    **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),
-    **dict.fromkeys(
-        ("checkpoint_check", "record_checks", "spot_checks.scorer", "spot_checks.servers"), "volley-rl-proof"
+    "volley-rl-judges": ("group_judges", "judges"),
+    "volley-rl-launch": (
+        "accelerators", "external_checks", "findings", "launch", "node", "plan", "planner", "training_memory",
     ),
-}
-"""Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""
+    "volley-rl-multihost": ("trainer.processes",),
+    "volley-rl-proof": (
+        "checkpoint_check", "fork", "record_checks", "replay", "reverify", "spot_checks.scorer", "spot_checks.servers",
+        "verify",
+    ),
+    "volley-rl-python": ("diagnosis.run", "diagnosis.waits", "folder_survey", "python_api", "source_identity"),
+    "volley-rl-sandbox": ("env", "environments", "sandbox_tier", "services.env.players"),
+    "volley-rl-serving": ("client_errors", "constraints", "generate_route", "serve"),
+    "volley-rl-supervised": (
+        "dpo", "sft", "supervised.runs", "supervised.steps", "trainer.supervised", "trainer.warm_start",
+    ),
+    "volley-rl-tinker": ("tinker",),
+    "volley-rl-traces": ("traces",),
+    "volley-rl-tunix": ("tunix",),
+}  # fmt: skip
+"""Names of sections, commands, engines and so on that each distribution brings."""
+OWNERS = {name: distribution for distribution, names in BROUGHT.items() for name in names}
+"""Distribution of each name, for the message to somebody who has not installed it."""
 
 
 @cache
