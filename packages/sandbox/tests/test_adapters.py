@@ -48,10 +48,7 @@ async def test_games_of_textarena_score_as_the_package_does(open_client: OpenCli
     games = {"hanoi": "TowerOfHanoi-v0", "number": "GuessTheNumber-v0", "tac": "TicTacToe-v0"}
     async with open_client(limits=Limits(), package_index=PYPI, deadline_s=30.0, unsandboxed=[*games]) as client:
         for name, game in games.items():
-            body = {"name": name, "adapter": "textarena", "config": {"game": game, "train_tasks": 50, "eval_tasks": 20}}
-            assert (await client.post("/environments", json=body)).status_code == 202
-            row = await decided(client, name)
-            assert row["state"] == "active", row
+            await _submitted(client, name, game=game)
         upstream = _installed(tmp_path / "upstream", "textarena==0.7.4")
         solved = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
         for moves in (solved, [*solved[:3], "[A B]", "[A B]"], ["nonsense", "nonsense"]):
@@ -65,18 +62,56 @@ async def test_games_of_textarena_score_as_the_package_does(open_client: OpenCli
         assert lost[-1] == _scored(upstream, "TicTacToe-v0", 2, ["nonsense", "nonsense"])[1]["0"] == -1
 
 
-async def _rewards(client: httpx.AsyncClient, env: str, moves: Sequence[str]) -> list[float]:
-    """Of one episode, a step a move until it is over."""
-    made = await client.post("/episodes", json=opened(env, "/".join([env, *moves])))
+@pytest.mark.long
+async def test_the_model_plays_all_seats_of_a_game_of_textarena(open_client: OpenClient, tmp_path: Path) -> None:
+    """Rewards of both seats are the package's own for these moves. In an evaluation another player has one seat."""
+    async with open_client(
+        limits=Limits(), package_index=PYPI, deadline_s=30.0, unsandboxed=["tac", "fixed"]
+    ) as client:
+        await _submitted(client, "tac", game="TicTacToe-v0", seat="all", instruction="Win.")
+        await _submitted(client, "fixed", game="TicTacToe-v0", opponent=["[6]", "[7]", "[8]"])
+        upstream = _installed(tmp_path / "upstream", "textarena==0.7.4")
+        for moves in (["[0]", "[3]", "[1]", "[4]", "[2]"], ["[0]", "no", "no"], ["no", "[4]", "[0]", "no", "no"]):
+            found = await _played(client, opened("tac", "/".join(moves)), moves)
+            rewards = {
+                f"player {player}": won for player, won in _scored(upstream, "TicTacToe-v0", 2, moves)[1].items()
+            }
+            assert found[-1]["info"]["rewards"] == rewards, moves
+            assert {one["info"].get("seat") for one in found} <= {"player 0", "player 1", None}
+            first = next(one for one in found if one["info"].get("seat") == "player 1")
+            assert first["messages"][0] == {"role": "system", "content": "Win."}
+            assert "You are Player 1" in first["messages"][1]["content"]
+        evaluation = {**opened("tac", "e", 1), "split": "eval"}
+        assert (await client.post("/episodes", json=evaluation)).json()["info"]["seats"] == ["player 1"]
+        assert await _rewards(client, "fixed", ["[0]", "[1]", "[2]"]) == [0.0, 0.0, 1.0]
+
+
+async def _submitted(client: httpx.AsyncClient, name: str, **config: Any) -> None:
+    """Submit a game, and wait until it is active."""
+    body = {"name": name, "adapter": "textarena", "config": {"train_tasks": 50, "eval_tasks": 20, **config}}
+    assert (await client.post("/environments", json=body)).status_code == 202
+    row = await decided(client, name)
+    assert row["state"] == "active", row["report"]
+
+
+async def _played(
+    client: httpx.AsyncClient, request: Mapping[str, Any], moves: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Answers of one episode, a step a move until it is over."""
+    made = await client.post("/episodes", json=request)
     assert made.status_code == 201, made.text
-    rewards: list[float] = []
+    found: list[Mapping[str, Any]] = []
     for number, move in enumerate(moves):
         body = {"request_id": str(number), "message": {"role": "assistant", "content": move}}
-        answer = (await client.post(f"/episodes/{made.json()['episode_id']}/step", json=body)).json()
-        rewards.append(answer["reward"])
-        if answer["terminated"]:
+        found.append((await client.post(f"/episodes/{made.json()['episode_id']}/step", json=body)).json())
+        if found[-1]["terminated"]:
             break
-    return rewards
+    return found
+
+
+async def _rewards(client: httpx.AsyncClient, env: str, moves: Sequence[str]) -> list[float]:
+    """Of one episode, a step a move until it is over."""
+    return [one["reward"] for one in await _played(client, opened(env, "/".join([env, *moves])), moves)]
 
 
 def _installed(folder: Path, *packages: str) -> Path:

@@ -235,8 +235,10 @@ async def _check_disjoint_splits(backend: SubmittedBackend, findings: Findings) 
     if not held_out:
         findings.warnings.append(f"there is no split {EVAL!r}: generalization cannot be evaluated")
         return
-    if len(seen) == 1 and len(wanted) > 2 and all(digest in seen for _, digest in held_out):
-        findings.warnings.append("all tasks begin with the same messages, so whether splits overlap cannot be seen")
+    if len(seen) == 1 < len(wanted) - len(held_out) and any(digest in seen for _, digest in held_out):
+        findings.warnings.append(
+            "all training tasks begin with the same messages, so whether splits overlap cannot be seen"
+        )
         return
     for (split, index), digest in held_out:
         if digest in seen:

@@ -2,7 +2,7 @@
 # requires-python = ">=3.12"
 # dependencies = ["textarena==0.7.4", "numpy>=2"]
 # ///
-"""A game of TextArena with the model as one player. Other players draw random moves that the game accepts.
+"""A game of TextArena with the model as one player, or as all of them. Others draw random moves that the game accepts.
 
 Games that download word lists (Wordle, Hangman, …) cannot be played, because a sandbox has no network.
 """
@@ -47,7 +47,7 @@ class TextArena:
     Args:
         game: an id in TextArena's registry.
         players: number of players.
-        seat: the model's number among them.
+        seat: the model's number among them; "all" lets the model play against itself, in evaluations as one of them.
         opponent: moves that the other players draw from; by default all text in square brackets in what they read.
         instruction: a system message.
         train_tasks, eval_tasks: sizes of the splits.
@@ -72,6 +72,12 @@ class TextArena:
 
     def reset(self, split, index, seed):
         """Begin a task, which (split, index) determines; `seed` drives everything random after its start."""
+        self.players = self.players or self._players()
+        self.mine = [self.seat] if self.seat != "all" else [*range(self.players)]
+        if self.seat == "all" and split != "train":
+            self.mine = [index % self.players]
+        if self.seat == "all":
+            self.seats = [f"player {number}" for number in self.mine]
         for attempt in range(TRIES):
             first = self._start(_number(f"{split}/{index}/{attempt}"))
             if (_number(first) & 1) == (split != "train"):
@@ -79,37 +85,49 @@ class TextArena:
         else:  # all starts read alike; the splits differ only in the game's hidden state
             first = self._start(_number(f"{split}/{index}/0"))
         _seed(_number(f"{split}/{index}/{seed}"))
-        system = [{"role": "system", "content": self.instruction}] if self.instruction else []
-        return [*system, {"role": "user", "content": first}]
+        self.instructed = set()
+        return self._messages(first), self._turn()
 
     def step(self, text):
-        state = self.env.state
+        state, mover = self.env.state, self.env.state.current_player_id
         done, _ = self.env.step(action=text)
-        wrong = not done and state.error_count > 0 and state.current_player_id == self.seat
+        wrong = not done and state.error_count > 0 and state.current_player_id == mover
         if not done and not wrong:
             done = self._others()
         if not done:
-            return self._news(), 0.0, False, False, {"error": "invalid_action" if wrong else None}
+            info = {**self._turn(), "error": "invalid_action" if wrong else None}
+            return self._messages(self._news()), 0.0, False, False, info
         rewards, game_info = self.env.close()
-        mine = game_info[self.seat]
-        forfeited = any(game_info[player].get("invalid_move") for player in rewards if player != self.seat)
-        reward = rewards[self.seat]
-        if not isinstance(reward, (int, float)):  # some games put the reason for an invalid move in the reward's place
-            reward = -1.0
-        reward = 0.0 if forfeited else float(reward)  # an opponent's forfeit teaches the model nothing
-        info = {"success": reward >= 1, "reason": str(mine.get("reason", "")), "forfeited": forfeited}
-        return "", reward, True, False, {**info, "error": "invalid_action" if mine.get("invalid_move") else None}
+        forfeited = any(game_info[player].get("invalid_move") for player in rewards if player not in self.mine)
+        # an opponent's forfeit teaches the model nothing
+        won = {player: 0.0 if forfeited else _reward(rewards.get(player, 0.0)) for player in self.mine}
+        last = game_info[mover]
+        info = {"reason": str(last.get("reason", "")), "forfeited": forfeited}
+        info["error"] = "invalid_action" if last.get("invalid_move") else None
+        if self.seat == "all":
+            return "", 0.0, True, False, {**info, "rewards": {f"player {one}": reward for one, reward in won.items()}}
+        return "", won[self.seat], True, False, {**info, "success": won[self.seat] >= 1}
+
+    def _messages(self, news):
+        """Put what the player whose turn it is reads into messages, the first of which is the instruction."""
+        player = self.env.state.current_player_id
+        begins = self.instruction and player not in self.instructed
+        self.instructed.add(player)
+        return [{"role": "system", "content": self.instruction}] * bool(begins) + [{"role": "user", "content": news}]
+
+    def _turn(self):
+        """Name the seat whose turn it is, if the model has several."""
+        return {"seat": f"player {self.env.state.current_player_id}"} if self.seat == "all" else {}
 
     def _start(self, seed):
         _seed(seed)
         self.env = textarena.make(self.game)
-        players = self.players or self._players()
-        if not 0 <= self.seat < players:
-            raise ValueError(f"seat is {self.seat}, and {self.game} has {players} players, counted from 0")
-        self.env.reset(num_players=players, seed=seed)
-        self.read = ""
+        if self.mine[0] not in range(self.players):
+            raise ValueError(f"seat is {self.seat}, and {self.game} has {self.players} players, counted from 0")
+        self.env.reset(num_players=self.players, seed=seed)
+        self.read = {}
         if self._others():
-            raise ValueError(f"{self.game} was over before it was player {self.seat}'s turn")
+            raise ValueError(f"{self.game} was over before it was player {self.mine[0]}'s turn")
         return self._news()
 
     def _players(self):
@@ -123,17 +141,17 @@ class TextArena:
         raise ValueError(f"{self.game} accepts none of 1 to 6 players; set players")
 
     def _news(self):
-        """Text that the model has not read yet; if the game prints itself anew each time, all of it."""
-        _, seen = self.env.get_observation()
+        """Text that the player has not read yet; if the game prints itself anew each time, all of it."""
+        player, seen = self.env.get_observation()
         seen = seen if isinstance(seen, str) else "\n".join(str(part[1]) for part in seen)
-        news = seen.removeprefix(self.read)
-        self.read = seen
+        news = seen.removeprefix(self.read.get(player, ""))
+        self.read[player] = seen
         return news.strip() or seen.strip()
 
     def _others(self):
         """Play until it is the model's turn. Returns True if the game is over."""
         for _ in range(MAX_MOVES):
-            if self.env.state.done or self.env.state.current_player_id == self.seat:
+            if self.env.state.done or self.env.state.current_player_id in self.mine:
                 return self.env.state.done
             _, seen = self.env.get_observation()
             self.env.step(action=self._drawn(str(seen)))
@@ -153,6 +171,11 @@ class TextArena:
             if not trial.state.game_info[before.current_player_id].get("invalid_move") and trial.state.error_count == 0:
                 return move
         return moves[0] if moves else "[pass]"
+
+
+def _reward(reward):
+    """Read a reward; some games put the reason for an invalid move in its place."""
+    return float(reward) if isinstance(reward, (int, float)) else -1.0
 
 
 def _seed(seed):
