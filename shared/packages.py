@@ -43,14 +43,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `services.orchestrator.servers.fleet.Observe`,
                       `generation_policy` → `(GenerationSection, groups per step, group size, mask_truncated) ->
                       GenerationPolicy` (services.orchestrator.schedule.policy),
-                      `seats` → `(groups, compute) -> advantages`, which compares the seats of a game apart,
-                      `teachers` → `(RunConfig) -> OpenTeachers` (services.orchestrator.episodes.teaching),
-                      `teachers.check` → `(RunConfig) -> Awaitable[None]`, which asks each teacher once,
-                      `teachers.loss` → `(Algorithm, coef) -> Algorithm` (services.trainer.algorithms.terms.algorithm),
-                      `teachers.metrics` → `(groups) -> fields` of a line of metrics,
-                      `rule_checks` → `(PolicyGradientSection, filter) -> None`, which tries the user's own rules,
-                      `rules.filter` → `(text) -> GroupRule` (shared.group_rules), `rules.credit` → `(text) ->
-                      (Trajectory, TokenRewards) -> TokenRewards` (services.trainer.algorithms.terms.rewards),
+                      `teachers` → `services.orchestrator.episodes.teaching.TeacherOpening`,
+                      `trainer.algorithms` → `services.trainer.algorithms.terms.added.AddedTerms`,
                       `supervised.steps` → `(RunConfig) -> SupervisedSteps | None` (shared.supervised),
                       `supervised.runs` → `volley.reporting.supervised.SupervisedRuns`, `trainer.supervised` →
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
@@ -98,8 +92,7 @@ BROUGHT: Mapping[str, tuple[str, ...]] = {
     "volley-rl-algorithms": (
         "adaptive_concurrency", "cispo", "curriculum", "dapo", "dppo", "drgrpo", "echo", "gdpo", "generation_policy",
         "gspo-token", "kpop", "maxrl", "mopd", "on_policy_distillation", "own", "rae", "reinforce_plus_plus", "rloo",
-        "rule_checks", "rule_text", "rules.credit", "rules.filter", "sao", "sapo", "seats", "teachers",
-        "teachers.check", "teachers.loss", "teachers.metrics",
+        "rule_text", "sao", "sapo", "teachers", "trainer.algorithms",
     ),
     "volley-rl-bucket": ("bucket.run", "bucket.versions"),
     "volley-rl-commands": (

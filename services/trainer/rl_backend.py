@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from services.trainer import options as from_run
+from services.trainer.algorithms.terms.added import AddedTerms
 from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend, no_warm_start
 from services.trainer.backend.memory import training_memory
@@ -87,8 +88,9 @@ def opened(
 def check_rules(config: RunConfig) -> None:
     """Try the user's own rules. Raises ConfigError, also if the package of such rules is not installed."""
     custom = config.trainer.filters.custom
-    if (check := packages.part("rule_checks", required=custom is not None)) is not None:
-        check(config.algorithm, custom)
+    added: AddedTerms | None = packages.part("trainer.algorithms", required=custom is not None)
+    if added is not None:
+        added.check_rules(config.algorithm, custom)
 
 
 def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:

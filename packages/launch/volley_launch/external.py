@@ -51,7 +51,7 @@ async def check(config: RunConfig) -> None:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
     await _check_engines(config)
     if config.algorithm.teacher_kl_coef and not config.is_supervised:
-        await packages.part("teachers.check")(config)
+        await packages.part("teachers").check(config)
 
 
 async def _check_engines(config: RunConfig) -> None:

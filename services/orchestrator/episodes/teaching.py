@@ -63,6 +63,19 @@ class Teachers:
 type OpenTeachers = Callable[[TeachingContext], AbstractAsyncContextManager[Teachers]]
 
 
+class TeacherOpening(Protocol):
+    """The part `teachers`."""
+
+    def teachers_of(self, config: RunConfig) -> OpenTeachers: ...
+
+    async def check(self, config: RunConfig) -> None:
+        """Ask each of the run's teachers on other servers once. Raises VolleyError."""
+        ...
+
+
 def teachers_of(config: RunConfig) -> OpenTeachers | None:
     """Return what opens the teachers; None if the run has none. Raises ConfigError if no package brings them."""
-    return packages.part("teachers")(config) if config.algorithm.teacher_kl_coef else None
+    if not config.algorithm.teacher_kl_coef:
+        return None
+    opening: TeacherOpening = packages.part("teachers")
+    return opening.teachers_of(config)

@@ -8,9 +8,9 @@ from typing import Any
 
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.ppo import Ppo
+from services.trainer.algorithms.terms.added import added_terms
 from services.trainer.algorithms.terms.algorithm import Algorithm
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
-from shared import packages
 from shared.algorithm_base import PolicyGradientSection
 from shared.algorithm_kinds import kinds
 
@@ -38,4 +38,4 @@ def taught(made: Algorithm, section: PolicyGradientSection) -> Algorithm:
     """Add the section's teacher, if any, to an algorithm that has none. Raises ConfigError."""
     if not section.teacher_kl_coef or made.needs.teacher:
         return made
-    return packages.part("teachers.loss")(made, section.teacher_kl_coef)
+    return added_terms().taught(made, section.teacher_kl_coef)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from shared import packages
+from services.trainer.algorithms.terms.added import added_terms
 from shared.group_rules import GroupRule, has_variance, in_loss, of_trained, zero_variance
 from shared.outcomes import DEFECTS, FILTERS, FilterRule
 from shared.types import Group
@@ -56,7 +56,7 @@ def verdict(group: Group, filters: FilterOptions) -> tuple[FilterRule, str] | No
 @cache
 def _own(value: str) -> GroupRule:
     """Return the rule of a configuration's text, which raises RuleFailed."""
-    return packages.part("rules.filter")(value)
+    return added_terms().group_filter(value)
 
 
 def shares_without_variance(groups: Sequence[Group], *, mask_truncated: bool) -> dict[str, float]:

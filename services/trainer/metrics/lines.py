@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from services.trainer.algorithms.terms.added import added_terms
 from services.trainer.groups.filters import shares_without_variance
 from services.trainer.metrics.step_metrics import StepMetrics, of_components, of_environments
-from shared import packages
 from shared.run.chain import as_read
 from shared.types import Group
 
@@ -29,7 +29,7 @@ def step_line(
     more = line.pop("more") | shares_without_variance(groups, mask_truncated=mask_truncated)
     more |= of_environments(groups, main_env) | of_components(groups)
     if any(t.teacher_logprobs is not None or t.teacher_view is not None for one in groups for t in one.trajectories):
-        more |= packages.part("teachers.metrics")(groups)
+        more |= added_terms().teacher_metrics(groups)
     rate = metrics.tokens / (seconds["step"] + seconds["wait"])
     rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
     return as_read(line | more | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})

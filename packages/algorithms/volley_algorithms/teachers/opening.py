@@ -1,4 +1,4 @@
-"""Open the teachers of a run for the orchestrator (part `teachers`), and check that they answer (`teachers.check`)."""
+"""Open the teachers of a run for the orchestrator, and check that they answer: the part `teachers`."""
 
 from __future__ import annotations
 

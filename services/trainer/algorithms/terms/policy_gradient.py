@@ -12,6 +12,7 @@ import numpy as np
 
 from services.trainer.algorithms.terms import rewards as token_rewards
 from services.trainer.algorithms.terms.actor import ActorOptions, TokenMasks, actor_loss, token_masks
+from services.trainer.algorithms.terms.added import added_terms
 from services.trainer.algorithms.terms.advantages import Estimate, group_relative
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
@@ -19,7 +20,6 @@ from services.trainer.algorithms.terms.rewards import Credit, Normalization, Tok
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
-from shared import packages
 from shared.algorithm_base import ClippedSection, PolicyGradientSection
 from shared.own_rules import CREDITS
 from shared.types import Trajectory
@@ -48,7 +48,7 @@ class RewardOptions:
         how = section.reward_normalization
         return cls(
             credit="turn" if section.credits_turns else "episode",
-            own_credit=None if section.credit in CREDITS else packages.part("rules.credit")(section.credit),
+            own_credit=None if section.credit in CREDITS else added_terms().credit(section.credit),
             normalization=None if how.method == "identity" else Normalization(how.grouping, how.method),
             kl_coef=section.beta if section.kl_in == "reward" else 0.0,
             mask_truncated=section.mask_truncated,
@@ -113,7 +113,7 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
 
         if not any(episode.trajectory.seats for group in groups for episode in group):
             return of_kept(groups)
-        return packages.part("seats")(groups, of_kept)
+        return added_terms().for_each_seat(groups, of_kept)
 
     @abstractmethod
     def surrogate(self, tokens: Tokens) -> TokenLoss:
