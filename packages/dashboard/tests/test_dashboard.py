@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import os
 import re
 import shlex
@@ -133,11 +135,20 @@ async def test_each_answer_forbids_what_is_not_from_here(page: httpx.AsyncClient
         assert "https://" not in text.replace("https://github.com/leeoniya/uPlot", "")
 
 
+@pytest.mark.parametrize(("file", "tag"), [("start.js", "script"), ("style.css", "style")])
+async def test_the_policy_names_what_stands_in_the_page(page: httpx.AsyncClient, file: str, tag: str) -> None:
+    answer = await page.get("/")
+    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+    assert content == (STATIC / file).read_text(encoding="utf-8")
+    (allowed,) = re.findall(f"{tag}-src 'self' '(.*?)';", answer.headers["content-security-policy"])
+    assert allowed == "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
 async def test_a_browser_keeps_the_files_of_the_page_until_they_change(page: httpx.AsyncClient, tmp_path: Path) -> None:
     first = await page.get("/")
     named = re.findall(r'(?:src|href)="(/static/[^"]+)"', first.text)
     assert first.headers["cache-control"] == "no-cache"
-    assert {"start.js", "app.js", "run.js", "style.css"} <= {path.rpartition("/")[2] for path in named}
+    assert {"app.js", "run.js", "icon.svg"} <= {path.rpartition("/")[2] for path in named}
     for path in named:
         found = await page.get(path)
         assert (found.status_code, found.headers["cache-control"]) == (200, "max-age=31536000, immutable")

@@ -97,7 +97,7 @@ def make_app(runs: Runs, entrance: Entrance) -> FastAPI:
     )
     app.state.dashboard = DashboardState(runs, entrance)
     app.include_router(router)
-    app.add_middleware(CookieAccess)
+    app.add_middleware(CookieAccess, script=_FILES.inline["start.js"], style=_FILES.inline["style.css"])
     return app
 
 

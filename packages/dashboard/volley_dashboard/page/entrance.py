@@ -16,12 +16,11 @@ from ipaddress import ip_address
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "volley_dashboard"
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY = (
+    "default-src 'none'; script-src 'self' {script}; style-src 'self' {style}; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = (
-    (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -60,10 +59,15 @@ def link(listener: socket.socket, code: str) -> str:
 
 
 class CookieAccess:
-    """Hand the cookie's token to the application as an Authorization header, and add security headers to answers."""
+    """Hand the cookie's token to the application as an Authorization header, and add security headers to answers.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `script`, `style`: digests of the only script and style sheet that may stand in a page, `'sha256-…'`.
+    """
+
+    def __init__(self, app: ASGIApp, script: str, style: str) -> None:
         self._app = app
+        policy = _POLICY.format(script=script, style=style)
+        self._headers = ((b"content-security-policy", policy.encode()), *_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,10 +80,14 @@ class CookieAccess:
 
         async def secured(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*_without_policy(message.get("headers", ())), *_HEADERS]}
+                message = {**message, "headers": [*self._others(message.get("headers", ())), *self._headers]}
             await send(message)
 
         await self._app({**scope, "headers": headers}, receive, secured)
+
+    def _others(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        names = {name for name, _ in self._headers}
+        return [(name, value) for name, value in headers if name.lower() not in names]
 
 
 def _name(scope: Scope) -> str:
@@ -91,8 +99,3 @@ def _token(cookies: bytes, name: str) -> str:
     """Return the token among the cookies; empty if there is none."""
     pairs = (pair.strip().partition(b"=") for pair in cookies.split(b";"))
     return next((token.decode() for key, _, token in pairs if key == name.encode() and token.isascii()), "")
-
-
-def _without_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    names = {name for name, _ in _HEADERS}
-    return [(name, value) for name, value in headers if name.lower() not in names]

@@ -108,6 +108,7 @@ export function chart(title, series, { bands = [], height = 170, percent = false
   };
   let isSeen = false;
   let isStale = true;
+  let room = 0;
   const draw = () => {
     plot?.destroy();
     plot = null;
@@ -117,7 +118,7 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     const { text, line } = axisColors();
     const look = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, font: "11px system-ui" };
     plot = new uPlot({
-      width: Math.max(200, box.clientWidth), height, legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
+      width: Math.max(200, room || box.clientWidth), height, legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
       scales: { x: { time: false, range: xRange }, y: { range, distr: view.log && !percent ? 3 : 1 } },
       axes: [{ ...look, size: 26, ...(view.x === "step" ? { incrs: STEPS } : {}) }, { ...look, size: width, values: percent ? (...given) => given[1].map((one) => (one === null ? "" : `${number(100 * one, 2)} %`)) : labels }],
       bands: bands.map(([upper, lower, fill]) => ({ series: [upper, lower], fill })),
@@ -142,13 +143,20 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     if (!isWhole) plot.redraw();
   };
   card.draw = draw;
-  card.seen = (isNear) => {
+  card.seen = (isNear, known = 0) => {
     isSeen = isNear;
+    room = known;
     if (isSeen && isStale) card.update(series);
   };
   label();
   nearby.observe(card);
   return card;
+}
+
+// Draw the cards on the screen now. All sizes are read before: each one that is read after a change has the page laid out anew.
+export function drawVisible(cards) {
+  const sized = cards.map((card) => [card, card.getBoundingClientRect().top, card.lastChild.clientWidth]);
+  for (const [card, top, width] of sized) if (top < innerHeight) card.seen(true, width);
 }
 
 function showValues(u, head, series, show) {

@@ -1,5 +1,4 @@
 // Helpers of all pages. Text from a run only ever becomes a text node.
-import { takeEarly } from "./start.js";
 
 export class Problem extends Error {
   constructor(message, status = 0, hint = "") {

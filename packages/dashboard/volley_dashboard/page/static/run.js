@@ -1,8 +1,8 @@
 // One run: state, advice, curves, services, ledger, commands.
 import { address, command, element, environmentName, fetchJson, number, patch, percent, STATE_COLOURS, table, titled, visible } from "./page.js";
-import { axis, chart, COLORS, controls, redraw } from "./charts.js";
-import { dataOf, SECTIONS } from "./start.js";
+import { axis, chart, COLORS, controls, drawVisible, redraw } from "./charts.js";
 
+const frame = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); });
 const FINAL = new Set(["finished", "failed", "stopped", "unreadable", "refused"]);
 
 export async function showRun(main, live, run) {
@@ -30,6 +30,7 @@ export async function showRun(main, live, run) {
     showState(found.summary.state);
     if (found.summary.problem) return;
     curves.update(found);
+    if (!below.firstChild) await frame(); // the charts first
     patch(below, element("h2", {}, "Services"), services, ...handovers(found.handovers), ...ledger(found), ...commands(found), settings(found));
   }
 
@@ -91,6 +92,7 @@ class Curves {
     if (shape !== this.shape) {
       this.shape = shape;
       this.charts.replaceChildren(...wanted.flatMap(([title, cards]) => [element("h2", {}, title), element("div", { class: cards.length === 1 ? "cards one" : "cards" }, ...cards)]), ...this.more());
+      drawVisible([...this.cards.values()]);
     } else {
       this.more();
     }

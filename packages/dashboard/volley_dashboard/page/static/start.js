@@ -1,5 +1,6 @@
-// The curves of a run's page, asked for before the page's other scripts have arrived.
-export const SECTIONS = [
+// The curves of a run's page, and the request for them. This script stands in the page itself, so that the request goes out
+// before other files have arrived; its names are global.
+const SECTIONS = [
   ["Learning", [["Reward", "reward_mean"], ["Success in training", "success"], ["Loss", "loss"], ["Gradient norm", "grad_norm"],
     ["Entropy", "entropy"], ["KL to the reference", "kl"]]],
   ["Off-policy", [["Staleness, mean", "staleness_mean"], ["Clipped tokens", "clip_fraction"], ["Effective share of tokens", "effective_share"],
@@ -10,17 +11,17 @@ export const SECTIONS = [
 ];
 
 // Address of a run's data; with `all`, of all curves and not only those that are drawn at first.
-export function dataOf(run, all = false) {
+function dataOf(run, all = false) {
   const shown = ["time", ...SECTIONS.flatMap(([, metrics]) => metrics.map(([, key]) => key))].join();
   return `/api/runs/${encodeURIComponent(run)}${all ? "" : `?columns=${shown}`}`;
 }
 
-const asked = location.hash.match(/^#\/run\/([\w.-]+)$/);
-let early = asked && { path: dataOf(asked[1]), answer: fetch(dataOf(asked[1])) };
+const openedRun = location.hash.match(/^#\/run\/([\w.-]+)$/);
+let early = openedRun && { path: dataOf(openedRun[1]), answer: fetch(dataOf(openedRun[1])) };
 early?.answer.catch(() => {}); // who takes it is told
 
 // Return the answer that is on its way, once, if it is the one to this path.
-export function takeEarly(path) {
+function takeEarly(path) {
   const answer = early?.path === path ? early.answer : null;
   early = null;
   return answer;
