@@ -15,12 +15,13 @@ class Nim:
 
     Args:
         opponent, eval_opponent: plays the other seat of training and evaluation tasks: `model`, `random` or `perfect`.
+        demo_blind: share of the demonstrations that always take one; the others are perfect.
     """
 
-    splits = {"train": 400, "eval": 100}
+    splits = {"train": 2000, "eval": 200}
 
-    def __init__(self, opponent="model", eval_opponent="random"):
-        self.opponents = {"train": opponent, "eval": eval_opponent}
+    def __init__(self, opponent="model", eval_opponent="random", demo_blind=0.57):
+        self.opponents, self.demo_blind = {"train": opponent, "eval": eval_opponent}, demo_blind
 
     def reset(self, split, index, seed):
         """Begin a game; return what the seat `info["seat"]` reads first."""
@@ -31,7 +32,7 @@ class Nim:
         # The seats that models play; the others are played here.
         self.seats = SEATS if self.opponent == "model" else [SEATS[index % 2]]
         if SEATS[0] not in self.seats:
-            self.take(self.move())
+            self.take(self.move(self.opponent))
         return self.shown(), {"seat": SEATS[self.turn]}
 
     def step(self, text):
@@ -41,7 +42,7 @@ class Nim:
             return self.ended(winner=1 - self.turn, error="invalid_action" if number.isdecimal() else "format")
         self.take(int(number))
         if self.left and SEATS[self.turn] not in self.seats:
-            self.take(self.move())
+            self.take(self.move(self.opponent))
         if not self.left:
             return self.ended(winner=1 - self.turn)
         return self.shown(), 0.0, False, False, {"seat": SEATS[self.turn]}
@@ -52,23 +53,26 @@ class Nim:
     def take(self, n):
         self.left, self.turn = self.left - n, 1 - self.turn
 
-    def move(self):
+    def move(self, player):
+        if player == "blind":
+            return 1
         best = self.left % (MOST + 1)
-        return best if best and self.opponent == "perfect" else self.random.randint(1, min(MOST, self.left))
+        return best if best and player == "perfect" else self.random.randint(1, min(MOST, self.left))
 
     def ended(self, winner, error=None):
         rewards = {seat: 1.0 if seat == SEATS[winner] else -1.0 for seat in self.seats}
         return "", 0.0, True, False, {"rewards": rewards, "error": error}
 
     def demonstration(self, split, index):
-        """Optional: a game as one seat sees it, with random moves, which only shows how to write one."""
+        """Optional: a game against random moves as one seat sees it, for the warm start of a random model."""
         _, info = self.reset(split, index, 0)
         me, messages = SEATS.index(info["seat"]), []
+        mine = "blind" if self.random.random() < self.demo_blind else "perfect"
         while self.left:
-            if self.turn == me:
-                messages.append({"role": "user", "content": self.shown()})
-            n = self.random.randint(1, min(MOST, self.left))
-            if self.turn == me:
-                messages.append({"role": "assistant", "content": str(n)})
+            if self.turn != me:
+                self.take(self.move("random"))
+                continue
+            n = self.move(mine)
+            messages += [{"role": "user", "content": self.shown()}, {"role": "assistant", "content": str(n)}]
             self.take(n)
         return messages, False
