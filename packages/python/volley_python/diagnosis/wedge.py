@@ -22,7 +22,7 @@ trainer or the tokens of an engine.
 FRESH_S = 5.0
 """A run that advanced within this many seconds is running."""
 _OF_TRAINING = ("teacher", "judge")
-"""What only the episodes of training wait for."""
+"""Part that only episodes of training wait for."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
 State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
