@@ -268,17 +268,20 @@ def uv_environment(root: Path) -> dict[str, str]:
     """The caller's environment variables, with uv's cache in the project if the user's cannot be written."""
     others = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME")
     environment = {k: v for k, v in os.environ.items() if k not in others}
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-    if "UV_CACHE_DIR" not in environment and not writable(user_cache / "uv"):
+    if "UV_CACHE_DIR" not in environment and not os.access(str(existing(user_cache())), os.W_OK):
         environment["UV_CACHE_DIR"] = str(root / ".cache" / "uv")
     return environment
 
 
-def writable(folder: Path) -> bool:
-    """Return True if the folder, or its nearest existing ancestor, can be written."""
+def user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")) / "uv"
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest existing ancestor."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return os.access(str(folder), os.W_OK)
+    return folder
 
 
 def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
@@ -296,7 +299,8 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
         say("uv does not trust the certificate of the package index: trying the system's certificates")
         code, output = run_loudly(command, {**environment, "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"})
     if code != 0:
-        raise InstallError(f"environment {name} could not be installed: {reason(output)}")
+        folders = [venv, Path(environment.get("UV_CACHE_DIR") or str(user_cache()))]
+        raise InstallError(f"environment {name} could not be installed: {reason(output, folders)}")
     if installed:
         add_code(root, venv)
     (venv / ".stamp").write_text(stamp(root, name), encoding="utf-8")
@@ -408,12 +412,12 @@ def lacks_network(output: str) -> bool:
     return any(sign in output.lower() for sign in NETWORK_SIGNS)
 
 
-def reason(output: str) -> str:
-    """Reason why uv failed, and what to do."""
+def reason(output: str, folders: list[Path]) -> str:
+    """Reason why uv failed, and what to do. Args: folders: those that uv writes into."""
     if UNTRUSTED in output:
         return "the certificate of the package index is not trusted; set SSL_CERT_FILE to its authority's certificate"
     if any(sign in output.lower() for sign in FULL_SIGNS):
-        return "the disk is full; free some GB there or in uv's cache (UV_CACHE_DIR), and run this again"
+        return full(min(folders, key=free_bytes))
     if lacks_network(output):
         return "the package index cannot be reached; check the network or UV_INDEX_URL"
     return last_line(output)
@@ -422,10 +426,23 @@ def reason(output: str) -> str:
 def unwritten(folder: Path, error: OSError) -> str:
     """Say why files could not be written, and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {folder} is full; free some GB there, and run this again"
+        return full(folder)
     return (
         f"{error.filename or folder} cannot be written: {error.strerror}; VOLLEY_CACHE names another folder for wheels"
     )
+
+
+def full(folder: Path) -> str:
+    """Say which disk is full, how much is needed, and what to do."""
+    return (
+        f"the disk of {folder} is full ({free_bytes(folder) / 1e9:.1f} GB free). Three environments need 4 GB, and uv's"
+        " cache as much: free it, or name folders on another disk (VOLLEY_CACHE for a wheel, UV_CACHE_DIR for uv's"
+        " cache), and run this again"
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(str(existing(folder))).free
 
 
 def last_line(output: str) -> str:
