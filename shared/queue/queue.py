@@ -295,10 +295,10 @@ class TicketQueue:
         await self._scripts.fenced("dead_letter", lineage.fence, [entry.entry_id, entry.ticket, reason, _DEAD_KEPT])
 
     async def leave(self, epoch: int, refused: str = "") -> None:
-        """Stop in order, so that groups read but not committed are not counted as crashes.
+        """Stop cleanly, so that groups read but not committed are not counted as crashes.
 
         Args:
-            refused: why the run trains no more; `state` returns it until another trainer starts.
+            refused: why the run stopped training; `state` returns it until another trainer starts.
 
         Raises:
             Fenced: another trainer has started.

@@ -4,7 +4,7 @@ Invariants
 - Only appends: the model's ids are kept as sampled; the environment's new text is tokenized once and appended.
 - Exact prefix: the prompt of a turn starts with exactly the prompt of the turn before and the ids sampled after it.
   `prompt` checks this every turn against the copy it returned.
-- Left truncation starts another sequence: the prompt, and then ids of the turns that are kept, copied and not sampled.
+- Left truncation starts another sequence: the prompt, then the ids of the kept turns, copied and masked as not sampled.
 - If the chat template renders earlier messages differently than before, another sequence starts too. It shares the
   common prefix with the one before; the rest of its prompt is not sampled.
 - Mask and log-probability are nonzero only on sampled tokens, and version spans cover exactly those.
@@ -73,7 +73,7 @@ class Recorder:
         return self._n_routed + sum(map(len, self._routed))
 
     def add_sampled(self, generation: Generation) -> None:
-        """Append the model's ids of this turn, or a further part of it; experts are those from `n_routed` on."""
+        """Append ids that the model sampled, a turn or a part of it; their experts start at position `n_routed`."""
         start = len(self)
         self._append(generation.output_ids, generation.logprobs, sampled=True)
         if generation.routed_experts is not None:
@@ -123,7 +123,7 @@ class Recorder:
     def drop_oldest(self, n: int) -> None:
         """Continue in another sequence: the prompt, and everything from assistant turn `n` on, counted from 0.
 
-        It follows an assistant turn, and leaves at least that one.
+        Call it after an assistant turn; it keeps at least that turn.
         """
         head, start = self._n_prompt, self._turn_starts[n]
         self._start_sequence(np.concatenate([self._ids[:head], self._ids[start:]]), self._prompt_of, head)

@@ -255,12 +255,12 @@ class EpisodeRunner:
         return ids
 
     async def _step(self, episode: RunningEpisode, number: int, text: str) -> StepReply:
-        """Send the model's text; text beyond the service's limit was cut, as it is no failure. Raises EpisodeLost."""
+        """Send the model's text, cut to the service's limit: a long answer is not a failure. Raises EpisodeLost."""
         step, request_id = self._calls.environments.step, f"{episode.request_id}-{number}"
         return await self._call(episode, lambda id_: step(id_, request_id, text))
 
     async def _finish(self, episode: RunningEpisode) -> bool:
-        """Add the final reward of an episode that one of our limits ends, if the environment scores the end.
+        """Add the final reward if one of our limits ended the episode and the environment scores it.
 
         Returns True if the task is solved. Raises EpisodeLost.
         """

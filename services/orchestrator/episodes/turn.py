@@ -1,7 +1,7 @@
 """Sample one assistant turn, in several parts if a weight update cuts it short or a server fails.
 
 Every part continues exactly the recorded ids; tokens of a failed server are lost and sampled again. A repeated attempt
-repeats the turns already sampled, as long as the environment answers the same; else an error names the turn.
+reuses the turns already sampled while the environment gives the same answers; otherwise an error names the turn.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class SamplingSpec:
 class EpisodeState:
     """State of a running episode: its record, its server, its budget, seconds spent generating.
 
-    `max_new_tokens` limits a turn further than the run's bounds; `draw` tells samples apart that begin at one
-    position.
+    `max_new_tokens` limits a turn further than the run's bounds; `draw` distinguishes samples that
+    start at the same position.
     """
 
     spec: SamplingSpec

@@ -126,7 +126,7 @@ class TicketLoop:
         self._leases.lower_needs(state.version, leased)
 
     def _limit(self) -> int:
-        """Return how many groups of the whole run may be reserved by now: no new ones while enough wait."""
+        """Return how many groups of the run may be reserved by now; 0 while enough groups wait to be published."""
         terms = self._terms
         if self._n_waiting >= self._n_groups:
             return 0
@@ -163,7 +163,7 @@ class TicketLoop:
             return group, await self._policy.filter_group(group)
 
     def _is_publishable(self, ticket: int) -> bool:
-        """True if no step after the publishable one could be trained with the group.
+        """True if the group can only be trained by steps up to `publishable_step`.
 
         Only published groups become void, so no ticket behind the waiting ones does: the sum is exact.
         """
@@ -180,9 +180,9 @@ class TicketLoop:
             self._n_waiting -= 1
 
     async def _publish(self, sent: Group, group: Group, reservation: Reservation) -> None:
-        """Publish what is sent for the group, repeating until the queue answers, for up to `patience_s`.
+        """Publish what is sent for the group; retry for up to `patience_s`, until the queue answers.
 
-        Then its lease may expire.
+        After that the group is abandoned, and the ticket is issued again once its lease expires.
         """
         payload, deadline, failures = sent.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:

@@ -7,8 +7,8 @@ Invariants: one update at a time; the engine loads the same bytes that it has ha
 that fails leaves the serving one unchanged; a server never goes back to an older version of the same run; staging or
 committing a version that is already staged or serving succeeds without work, so an announcement and the watcher may
 coincide; while a version is held, no other one is committed. The engine's arrays are checked after every commit and
-every `AUDIT_S`. If they are not those that were loaded, no answer leaves, also not of requests that end after other
-weights serve; the next commit empties the prefix cache.
+every `AUDIT_S`. If they differ from those loaded, the server sends no answers, not even for requests that finish after
+the next commit, which empties the prefix cache.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class TrainLoop:
     async def _drop_mismatched(self) -> None:
         """Drop groups of the next step if the engine's log-probabilities differ from the trainer's.
 
-        They differ if the engine serves other weights than it reports. Each version compares a group once.
+        They differ if the engine serves other weights than it reports. Each group is compared once per version.
         """
         bound, present = self._plan.rules.filters.max_logprob_diff, self._settlement.pending.version
         if present != self._compared[0]:

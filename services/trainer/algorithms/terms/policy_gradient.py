@@ -56,7 +56,7 @@ class RewardOptions:
 
 
 class PolicyGradient[S: PolicyGradientSection](ABC):
-    """The actor's loss, with a surrogate and on advantages that a subclass computes.
+    """The actor's loss; a subclass computes its surrogate and its advantages.
 
     Args:
         section: the algorithm's section of the configuration.
@@ -91,7 +91,7 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
     def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         """Compute float64 [N] for each episode. All episodes are in the loss, and each group has one or more.
 
-        Episodes of a game are those of its seats, which have groups of their own.
+        In a game, the episodes of each seat form a group of their own.
         """
 
     def zero_outside_loss(

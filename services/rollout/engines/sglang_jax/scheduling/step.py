@@ -44,8 +44,8 @@ class StepOutput[Array: (np.ndarray, jax.Array)](NamedTuple):
 
     B and T are the batch's padded numbers of requests and tokens.
 
-    tokens_B: int32, sampled. logprobs_B: float32, of them. experts_TLK: uint16, those that each token was sent to, of a
-    model with experts. top_ids_BN, top_logprobs_BN: int32 and float32, the most likely tokens, if a row wanted them.
+    tokens_B: int32, sampled. logprobs_B: float32, of them. experts_TLK: uint16, the experts of each token, for a
+    model with experts. top_ids_BN, top_logprobs_BN: int32 and float32, the most likely tokens, if a row asked for them.
     """
 
     tokens_B: Array
@@ -56,7 +56,7 @@ class StepOutput[Array: (np.ndarray, jax.Array)](NamedTuple):
 
 
 def future_token(row: Any) -> Any:
-    """Return the input id that stands for the token which the step before samples in `row`."""
+    """Return the negative input id that stands for the token that the preceding step samples in `row`."""
     return -1 - row
 
 
@@ -109,7 +109,7 @@ class FusedStep:
     def compile_next(self) -> bool:
         """Compile a shape that an earlier engine used, by a step without requests. Returns False if none is left.
 
-        One that fails is forgotten. Raises what the step raised if it took the pool's buffers along.
+        A shape that fails is forgotten. Raises the step's error if the step consumed the pool's buffers.
         """
         layout = self.shapes.next()
         if layout is None:
