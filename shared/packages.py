@@ -50,15 +50,10 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `(RunConfig) -> context manager` as `trainer.processes`, `trainer.warm_start` →
                       `services.trainer.backend.warm_start.WarmStarts`,
                       `group_judges` → `(RunConfig) -> OpenJudges | None` (services.orchestrator.judges),
-                      `checkpoint_check` → `(folder) -> None`, which compares a checkpoint with the log of its run,
-                      `record_checks` → `(RunFolder, run, DataSection, versions) -> object` whose `by_record` are checks
-                      of lines that the trainer is handed (services.trainer.records),
+                      `run_checks` → `services.trainer.interfaces.RunChecks`,
                       `model_parts` → `(model, ModelConfig, nnx.Rngs) -> None`, which adds parts of families to a model
                       of the trainer, `splash` → `(Mesh, platform) -> KernelAttention` (services.trainer.models.splash),
                       `engine_classes` → classes of models that sglang-jax lacks,
-                      `spot_checks.scorer` → `(Model, Scorer, temperature, BatchLayout) -> EpisodeScorer` and
-                      `spot_checks.servers` → `(TrainerBackend, TrainerStatus, Waiter, *, truncated) -> ServerChecks`
-                      (services.trainer.interfaces),
                       `environments` → `services.env.extension.Extension`, `env.processes` → `(EnvSettings) ->
                       services.env.processes.EnvironmentProcesses`, `sandbox_tier` → module that runs as
                       a program
@@ -119,10 +114,7 @@ BROUGHT: Mapping[str, tuple[str, ...]] = {
         "accelerators", "external_checks", "findings", "launch", "node", "plan", "planner", "training_memory",
     ),
     "volley-rl-multihost": ("trainer.processes",),
-    "volley-rl-proof": (
-        "checkpoint_check", "fork", "record_checks", "replay", "reverify", "spot_checks.scorer", "spot_checks.servers",
-        "verify",
-    ),
+    "volley-rl-proof": ("fork", "replay", "reverify", "run_checks", "verify"),
     "volley-rl-python": ("diagnosis.run", "diagnosis.waits", "folder_survey", "python_api", "source_identity"),
     "volley-rl-sandbox": ("env", "environments", "sandbox_tier", "services.env.players"),
     "volley-rl-serving": ("client_errors", "constraints", "generate_route", "serve"),

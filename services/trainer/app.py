@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from services.trainer import records
 from services.trainer import settings as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
-from services.trainer.interfaces import TrainPlan
+from services.trainer.interfaces import RecordCheck, RunChecks, TrainPlan
 from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.refusals import Refusals
@@ -158,7 +158,7 @@ def _app(
     callers: AccessTokens | None,
     status: TrainerStatus,
     bucket: RunStore | None,
-    checks: Mapping[Record, records.Check],
+    checks: Mapping[Record, RecordCheck],
 ) -> FastAPI:
     """Build the HTTP application; the caller adds the state of `publishing`."""
     roles = ROLES | publishing.ROLES | records.ROLES
@@ -171,10 +171,10 @@ def _app(
     return app
 
 
-def _record_checks(config: RunConfig, folder: RunFolder, environments: EnvClient) -> Mapping[Record, records.Check]:
+def _record_checks(config: RunConfig, folder: RunFolder, environments: EnvClient) -> Mapping[Record, RecordCheck]:
     """Return checks of lines that are handed over, by record; none if no package brings them."""
-    checks = packages.part("record_checks", required=False)
-    return {} if checks is None else checks(folder, config.run.name, config.data, environments.versions).by_record
+    checks: RunChecks | None = packages.part("run_checks", required=False)
+    return {} if checks is None else checks.of_records(folder, config.run.name, config.data, environments.versions)
 
 
 def _publisher(settings: TrainerSettings, redis: Redis, publications: Publications, token: str | None) -> Publisher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -11,15 +11,21 @@ from services.trainer.groups.filters import starved
 from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
+from shared.data_schema import DataSection
 from shared.outcomes import FilterRule
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run.checksums import Checksums
+from shared.run.folder import Record, RunFolder
 from shared.run.lineage import ForkPoint
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.types import Lineage, WeightVersion
 
 OnNonFinite = Literal["stop", "skip"]
+type RecordCheck = Callable[[Sequence[bytes], Sequence[bytes]], Awaitable[None]]
+"""Gets the new and the present lines of a record, and raises InputError for a new line that is refused."""
 
 
 class TrainQueue(Protocol):
@@ -114,7 +120,7 @@ class TrainerBackend(Protocol):
 
 
 class EpisodeScorer(Protocol):
-    """Scores episodes again, exactly, with the weights that sampled them (part `spot_checks.scorer`).
+    """Scores episodes again, exactly, with the weights that sampled them.
 
     `learner` has the present weights, which do not change.
     """
@@ -133,11 +139,31 @@ class EpisodeScorer(Protocol):
 
 
 class ServerChecks(Protocol):
-    """Finds servers that compute something else than the weights they name (part `spot_checks.servers`)."""
+    """Finds servers that compute something else than the weights they name."""
 
     async def check(self, groups: Sequence[ReadyGroup], present: WeightVersion) -> dict[str, Any]:
         """Check the groups that were not here before; return fields for the step's line of metrics."""
         ...
+
+
+class RunChecks(Protocol):
+    """The part `run_checks`."""
+
+    def check_log(self, checkpoint: Path) -> None:
+        """Compare a checkpoint with the log of its run. Raises WeightsError if they differ, Unavailable."""
+        ...
+
+    def of_records(
+        self, folder: RunFolder, run: str, data: DataSection, versions: Callable[[str], Awaitable[object]]
+    ) -> Mapping[Record, RecordCheck]:
+        """Return the checks of lines that are handed over; `versions` raises NotFound for an unknown environment."""
+        ...
+
+    def episode_scorer(self, model: Any, scorer: Any, temperature: float, layout: Any) -> EpisodeScorer: ...
+
+    def server_checks(
+        self, backend: TrainerBackend, status: TrainerStatus, waiter: Waiter, *, truncated: bool
+    ) -> ServerChecks: ...
 
 
 class CheckpointStore(Protocol):

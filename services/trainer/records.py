@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Annotated, Literal
@@ -20,6 +20,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.trainer.interfaces import RecordCheck
 from shared.errors import ConfigError, InputError
 from shared.files import storage
 from shared.files.reading import MAX_RECORD_BYTES, ended_lines, open_file
@@ -40,9 +41,6 @@ _MOST_BYTES = 2**20
 """Bytes of lines in one response; a longer line is sent alone."""
 _MOST_LINES = 10_000
 
-type Check = Callable[[Sequence[bytes], Sequence[bytes]], Awaitable[None]]
-"""Gets the new and the present lines of a record, and raises InputError for a new line that is refused."""
-
 
 class LinesBody(BaseModel):
     """Lines of a record, each a JSON object without its line ending."""
@@ -60,7 +58,7 @@ class RecordsState:
 
     folder: RunFolder
     check_open: Callable[[], None] = lambda: None
-    checks: Mapping[Record, Check] = field(default_factory=dict[Record, Check])
+    checks: Mapping[Record, RecordCheck] = field(default_factory=dict[Record, RecordCheck])
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 

@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base
+from services.trainer.interfaces import RunChecks
 from services.trainer.models.arrays import HostArray
 from services.trainer.models.initial_weights import safetensors_leaves
 from shared import packages
@@ -150,8 +151,9 @@ def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, 
     """
     try:
         manifest, _ = states.verify(checkpoint)
-        if (check_log := packages.part("checkpoint_check", required=False)) is not None:
-            check_log(checkpoint)
+        checks: RunChecks | None = packages.part("run_checks", required=False)
+        if checks is not None:
+            checks.check_log(checkpoint)
         params = _whole(OrbaxArrays().read(checkpoint / manifest.path))
         if (found := manifest.adapter) is None or not merge:
             return manifest, params

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from services.trainer.interfaces import RunChecks
 from services.trainer.models.arrays import (
     Array,
     ArrayFiles,
@@ -217,8 +218,11 @@ class CheckpointFolders:
             if checkpoint_files.digest(origin.checkpoint / checkpoint_files.MANIFEST) != origin.manifest:
                 raise WeightsError("its manifest has changed since the run was started")
             found = restore(origin.checkpoint, self._arrays)
-            if (check_log := packages.part("checkpoint_check", required=False)) is not None:
-                check_log(origin.checkpoint)
+            checks: RunChecks | None = packages.part("run_checks", required=False)
+            if checks is not None:
+                checks.check_log(origin.checkpoint)
+            else:
+                _log.warning("checkpoint not compared with its run's log", needs=packages.OWNERS["run_checks"])
             return found
         except (WeightsError, Forbidden, OSError) as error:
             there = ", ".join(map(str, checkpoint_files.versions(origin.checkpoint.parent))) or "none"

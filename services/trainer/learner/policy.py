@@ -28,7 +28,7 @@ from services.trainer.batches.batch import (
 )
 from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.interfaces import EpisodeScorer
+from services.trainer.interfaces import EpisodeScorer, RunChecks
 from services.trainer.learner.baselines import Baselines
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
@@ -103,7 +103,8 @@ class Policy:
         self._scorer = Scorer(model, options.temperature)
         self._spots: EpisodeScorer | None = None
         if options.spot_checks:
-            self._spots = packages.part("spot_checks.scorer")(model, self._scorer, options.temperature, options.layout)
+            checks: RunChecks = packages.part("run_checks")
+            self._spots = checks.episode_scorer(model, self._scorer, options.temperature, options.layout)
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)
         trained, frozen = divided(params_of(model))
         self._learner = _learner(model, options, trained, frozen)

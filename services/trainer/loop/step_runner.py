@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
-from services.trainer.interfaces import ServerChecks, TrainPlan
+from services.trainer.interfaces import RunChecks, ServerChecks, TrainPlan
 from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.recovery import LoggedSteps
 from services.trainer.loop.refusals import RefusedStep
@@ -56,8 +56,8 @@ class StepRunner:
         self._n_refused = 0  # refused steps in a row
         self._spot_checks: ServerChecks | None = None
         if plan.checks_servers and not plan.forks:  # the servers of a fork's groups are gone
-            opened = packages.part("spot_checks.servers")
-            self._spot_checks = opened(parts.backend, status, waiter, truncated=plan.truncated)
+            checks: RunChecks = packages.part("run_checks")
+            self._spot_checks = checks.server_checks(parts.backend, status, waiter, truncated=plan.truncated)
 
     async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> dict[str, float] | None:
         """Train the next step on `groups` and commit it.

@@ -18,6 +18,7 @@ from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.arrays import CheckpointContents
 from services.trainer.models.initial_weights import leaves_of
+from shared import packages
 from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
@@ -103,6 +104,19 @@ def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_fr
         ConfigError if is_of_a_run else WeightsError, match=r"checksum of its|manifest does not describe"
     ):
         load(run, checkpoints, tmp_path / "after", is_of_a_run=is_of_a_run)
+
+
+def test_a_start_without_the_package_of_proofs_says_that_the_log_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(tmp_path, families.case("llama-tied"), np.float32)
+    run = RunFolder(tmp_path / "run")
+    checkpoints = CheckpointFolders(run.checkpoints, "run", 3, OrbaxArrays())
+    load(run, checkpoints, tmp_path / "out", is_of_a_run=True)
+    assert not caplog.messages
+    monkeypatch.setattr(packages, "found", lambda group: {})
+    load(run, checkpoints, tmp_path / "out", is_of_a_run=True)
+    assert caplog.messages == ["checkpoint not compared with its run's log"]
 
 
 def load(run: RunFolder, checkpoints: CheckpointFolders, out: Path, *, is_of_a_run: bool) -> None:

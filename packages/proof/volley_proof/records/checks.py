@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-from services.trainer.records import Check
+from services.trainer.interfaces import RecordCheck
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.data_schema import DataSection
@@ -44,14 +44,14 @@ class RecordChecks:
         self._folder, self._run, self._data, self._versions = folder, run, data, versions
 
     @property
-    def by_record(self) -> Mapping[Record, Check]:
+    def by_record(self) -> Mapping[Record, RecordCheck]:
         return {
             "evals": self._in_thread(self._evals),
             "samples": self._in_thread(self._samples),
             "mixture": self.mixture,
         }
 
-    def _in_thread(self, check: Callable[[Sequence[bytes], Sequence[bytes]], Iterator[str]]) -> Check:
+    def _in_thread(self, check: Callable[[Sequence[bytes], Sequence[bytes]], Iterator[str]]) -> RecordCheck:
         async def checked(new: Sequence[bytes], there: Sequence[bytes]) -> None:
             if (why := await asyncio.to_thread(lambda: next(check(new, there), None))) is not None:
                 raise InputError(f"the run cannot have this line: {why}", "hand over what the run's servers measured")
@@ -101,7 +101,7 @@ class RecordChecks:
         return head
 
     async def mixture(self, new: Sequence[bytes], there: Sequence[bytes]) -> None:
-        """Check changes of the mixture: their order, their environments, and the groups trained already.
+        """RecordCheck changes of the mixture: their order, their environments, and the groups trained already.
 
         Raises InputError; DecodeError for a line that is no change of a mixture; and Unavailable while the environment
         service, which knows the submitted environments, is away.
