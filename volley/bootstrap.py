@@ -46,6 +46,7 @@ FULL_SIGNS = ("no space left on device", "disk quota exceeded")
 NETWORK_SIGNS += ("connection refused", "urlopen error", "no matching distribution")
 TICK_S = 0.5
 UNTRUSTED = "invalid peer certificate"
+OFFLINE = "network connectivity is disabled"
 
 
 class InstallError(Exception):
@@ -418,9 +419,11 @@ def reason(output: str, folders: list[Path]) -> str:
         return "the certificate of the package index is not trusted; set SSL_CERT_FILE to its authority's certificate"
     if any(sign in output.lower() for sign in FULL_SIGNS):
         return full(min(folders, key=free_bytes))
+    if OFFLINE in output.lower():
+        return "uv may not use the network, and its cache lacks packages; unset UV_OFFLINE, or copy a full UV_CACHE_DIR"
     if lacks_network(output):
         return "the package index cannot be reached; check the network or UV_INDEX_URL"
-    return last_line(output)
+    return last_line(re.split(r"(?m)^\s*hint:", output)[0]) or last_line(output)
 
 
 def unwritten(folder: Path, error: OSError) -> str:

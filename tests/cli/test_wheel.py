@@ -156,6 +156,11 @@ def test_another_build_has_another_folder(machine: Machine) -> None:
             r"the disk of /\S+ is full \([\d.]+ GB free\)\. .* need 4 GB",
         ),
         ("Failed to fetch: https://x", "the package index cannot be reached; check the network"),
+        (
+            "Failed to download `a`\n  cause: Network connectivity is disabled\nhint: b",
+            "its cache lacks packages",
+        ),
+        ("no solution\n\n  hint: a needs b", "could not be installed: error: no solution$"),
     ],
 )
 def test_a_failed_installation_is_one_line_and_continues(machine: Machine, output: str, told: str) -> None:
