@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +12,9 @@ from services.env.backend import AgentPlayed, LiveEpisode, SeatedEpisode
 from services.env.catalogue import CatalogueEntry
 from services.env.episode_types import Message, StepResult
 from shared.errors import Conflict, VolleyError
+
+_SLOW_S = 5.0
+"""Seconds after which an unanswered call is reported."""
 
 
 class EpisodeCall(NamedTuple):
@@ -53,6 +57,11 @@ class EpisodeRequest:
     entry: CatalogueEntry = field(compare=False)
     snapshot: Any = None
 
+    def seed_for(self, request_id: str) -> int:
+        if self.seed is not None:
+            return self.seed
+        return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big")
+
 
 @dataclass(slots=True)
 class EpisodeSlot:
@@ -84,3 +93,12 @@ class EpisodeSlot:
         if self.failure is not None or self.episode is None:
             raise Conflict(f"episode {self.id} failed: {self.failure}", "create another one")
         return self.episode
+
+
+def slow_calls(calls: Iterable[tuple[str, float]], now: float) -> dict[str, str]:
+    """Return a sentence for each environment with slow calls, from environments and times of unanswered calls."""
+    found = dict[str, list[float]]()
+    for env, began in calls:
+        if now - began >= _SLOW_S:
+            found.setdefault(env, []).append(now - began)
+    return {env: f"unanswered calls: {len(s)}, the oldest for {max(s):.0f} s" for env, s in found.items()}

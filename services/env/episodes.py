@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 import time
 from collections import OrderedDict
@@ -30,7 +29,7 @@ from services.env.backend import (
     finish_early,
     restore,
 )
-from services.env.episode_slots import EpisodeCall, EpisodeRequest, EpisodeSlot, EpisodeWatcher
+from services.env.episode_slots import EpisodeCall, EpisodeRequest, EpisodeSlot, EpisodeWatcher, slow_calls
 from services.env.episode_types import Message, StepResult, assistant, fingerprint
 from services.env.extension import AddedRewards
 from shared.errors import (
@@ -49,8 +48,6 @@ from shared.process import telemetry, tracing
 
 MAX_STEPS = 1000
 _FINISHED = "finish_early"
-_SLOW_S = 5.0
-"""Seconds after which an unanswered call is reported."""
 _MAX_LOGGED = 4000
 _log = telemetry.Log("episodes")
 
@@ -368,11 +365,7 @@ class Episodes:
 
     def waiting(self) -> Mapping[str, str]:
         """Return a sentence for each environment with slow calls."""
-        now, found = self._clock(), dict[str, list[float]]()
-        for env, began in self._calls.values():
-            if now - began >= _SLOW_S:
-                found.setdefault(env, []).append(now - began)
-        return {env: f"unanswered calls: {len(s)}, the oldest for {max(s):.0f} s" for env, s in found.items()}
+        return slow_calls(self._calls.values(), self._clock())
 
     def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()
@@ -380,8 +373,8 @@ class Episodes:
             raise RateLimited(
                 f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0
             )
-        seed = request.seed if request.seed is not None else _seed_from(request_id)
-        slot = EpisodeSlot(secrets.token_hex(8), request_id, request, seed, self._clock() + self.ttl_s)
+        seed, deadline = request.seed_for(request_id), self._clock() + self.ttl_s
+        slot = EpisodeSlot(secrets.token_hex(8), request_id, request, seed, deadline)
         self._slots[slot.id] = self._by_request[request_id] = slot
         _OPEN.set(len(self))
         return slot
@@ -405,7 +398,3 @@ class Episodes:
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
         _OPEN.set(len(self))
-
-
-def _seed_from(request_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big")
