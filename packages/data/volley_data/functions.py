@@ -10,21 +10,19 @@ import ast
 import math
 import re
 import sys
-import tokenize
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from shared.errors import ConfigError
+from volley_python.submissions.imports import files_with_imports, metadata_of, text_of, tree_of
 
 type Style = Literal["trl", "verl", "plain"]
 _GIVEN = re.compile(r"(?P<file>.+?\.py)(?::(?P<name>[A-Za-z_]\w*))?(?:=(?P<weight>[^=]+))?")
 _ROW = frozenset({"row", "example", "sample", "item", "record", "task", "columns", "data"})
 _USUAL = ("reward", "compute_score", "reward_func", "reward_function", "reward_fn", "score")
-_METADATA = re.compile(r"^# /// script\s*$\n(?P<text>(^#(| .*)$\n)+)^# ///$", re.MULTILINE)
 _OF_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric")
 _SIGNATURES = (
     "write def NAME(prompts, completions, **columns) -> list[float], def NAME(completion, row) -> float, or verl's"
@@ -84,7 +82,7 @@ class RewardFunction:
 def reward_of(given: str) -> RewardFunction:
     """Read `FILE.py[:NAME][=WEIGHT]` and find its function. Raises ConfigError."""
     file, name, weight = _parsed("--reward", given)
-    functions = _functions(_tree(file))
+    functions = _functions(tree_of(file))
     if name is None:
         name = _only(file, functions)
     if name not in functions:
@@ -123,7 +121,7 @@ class ToolFile:
 def tools_of(given: str) -> ToolFile:
     """Read `FILE.py[:NAME]`. Raises ConfigError."""
     file, name, _ = _parsed("--tools", given)
-    tree = _tree(file)
+    tree = tree_of(file)
     known = [one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     if name is not None and name not in known:
         raise ConfigError(f"{file} has no function or class {name}", f"it has: {', '.join(known) or 'none'}")
@@ -206,23 +204,6 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctio
     return {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def _tree(file: Path) -> ast.Module:
-    """Raises ConfigError."""
-    try:
-        return ast.parse(_text(file), str(file))
-    except SyntaxError as error:
-        raise ConfigError(f"{file}, line {error.lineno}: {error.msg}", "correct the file") from error
-
-
-def _text(file: Path) -> str:
-    """Raises ConfigError."""
-    try:
-        with tokenize.open(file) as opened:
-            return opened.read()
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", "save it as UTF-8") from error
-
-
 def module_of(file: Path) -> str:
     """Name under which a file is imported. Raises ConfigError for a name that is taken."""
     name = re.sub(r"\W", "_", file.stem)
@@ -233,43 +214,11 @@ def module_of(file: Path) -> str:
 
 def files_of(file: Path) -> dict[str, bytes]:
     """A file and the modules beside it that it imports, by their names in the archive. Raises ConfigError."""
-    found, waiting = dict[str, bytes](), [(f"{module_of(file)}.py", file)]
-    while waiting:
-        name, path = waiting.pop()
-        if name in found:
-            continue
-        found[name] = _text(path).encode()
-        waiting += _imported(path, file.parent)
-    return found
-
-
-def _imported(path: Path, beside: Path) -> Iterator[tuple[str, Path]]:
-    """Modules and packages in the folder `beside` that a file imports."""
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            tops = [one.name.partition(".")[0] for one in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            tops = [(node.module or "").partition(".")[0]]
-        else:
-            continue
-        for top in tops:
-            if (module := beside / f"{top}.py").is_file():
-                yield module.name, module
-            elif (beside / top / "__init__.py").is_file():
-                for inner in sorted((beside / top).rglob("*.py")):
-                    yield str(inner.relative_to(beside)), inner
+    found = files_with_imports(file, f"{module_of(file)}.py")
+    return {name: text_of(path).encode() for name, path in found.items()}
 
 
 def dependencies_of(files: Mapping[str, bytes]) -> list[str]:
     """Dependencies that files declare in their PEP 723 blocks. Raises ConfigError."""
-    found = dict[str, None]()
-    for name, content in files.items():
-        if (match := _METADATA.search(content.decode())) is None:
-            continue
-        lines = match["text"].splitlines()
-        try:
-            declared = tomllib.loads("\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines))
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{name}: its block `# /// script` is no TOML: {error}", "see PEP 723") from error
-        found |= dict.fromkeys(declared.get("dependencies", ()))
-    return list(found)
+    declared = (metadata_of(name, content.decode()).get("dependencies", ()) for name, content in files.items())
+    return list(dict.fromkeys(one for some in declared for one in some))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,35 @@ def test_a_mixture_names_files_too(here: Path) -> None:
     (name,) = found.sources
     assert list(found.environments) == ["frozen_lake", name, "sokoban"]
     assert (found.environments[name].weight, found.environments[name].env_config) == (2, {"a": 1})
+
+
+def test_a_file_is_packed_with_what_it_imports_from_its_folder(here: Path) -> None:
+    (here / "my.env.py").write_text("import helpers\nimport json\n" + SOURCE, encoding="utf-8")
+    (here / "helpers.py").write_text("from mine_of_tests.inner import envs\n", encoding="utf-8")
+    (here / "unused.py").touch()
+    first = loaded(here, {"env": "./my.env.py"}).config.data
+    source = first.sources[first.env]
+    content, archive = content_of(FoundSource(source.path, source.entry))
+    assert (archive, hashlib.sha256(content).hexdigest()) == (True, source.sha256)
+    names = ["helpers.py", "mine_of_tests/__init__.py", "mine_of_tests/inner/envs.py", "my_env.py", "pyproject.toml"]
+    assert zipfile.ZipFile(io.BytesIO(content)).namelist() == names
+    (here / "helpers.py").write_text("import mine_of_tests\n", encoding="utf-8")
+    assert loaded(here, {"env": "./my.env.py"}).config.data.env != first.env
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\nfrom ..above import x", r"my.env.py, line 2: the import `from \.\.above` leads out of"),
+        ("import linked", r"linked.py is a link that leads out of the folder"),
+        ("try:\n    from .helpers import x\nexcept ImportError:\n    pass\n", ""),
+    ],
+)
+def test_an_import_that_leads_out_of_the_folder_is_refused(here: Path, text: str, message: str) -> None:
+    (here / "linked.py").symlink_to(Path(__file__))
+    (here / "my.env.py").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        content_of(find("./my.env.py", here))
 
 
 def test_a_package_is_packed_always_the_same_and_not_imported(here: Path) -> None:

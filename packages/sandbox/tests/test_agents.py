@@ -27,10 +27,13 @@ from tests.env.conftest import OpenClient
 from tests.support.sandboxes import why_no_programs
 from tests.support.submitted import decided, submit
 from volley.layout import PROJECT
+from volley_python.submissions.packing import packed_file
 from volley_sandbox.agents.backend import AgentBackend, reason_in
 from volley_sandbox.sandbox.answers import AgentSpec
 from volley_sandbox.sandbox.limits import EnvironmentProgram, SandboxLimits
 from volley_sandbox.sandbox.sandboxes import Sandboxes
+
+CALLS_A_MODULE = '    command = ["python", "-m", "program"]\n'
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -111,6 +114,28 @@ async def test_a_program_reaches_the_model_and_is_judged(client: httpx.AsyncClie
     assert (path, headers["authorization"]) == ("chat/completions", "Bearer sess-1")
     assert headers["idempotency-key"]
     assert body["messages"][-1]["content"] == "6+7="
+
+
+async def test_the_program_of_a_file_finds_the_modules_beside_it(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    (tmp_path / "asking.py").write_text(HEADER, encoding="utf-8")
+    program = "from asking import *\nprint(ask(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'], '6+7='))"
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    source = "import os, sys\nfrom asking import ask\n" + ASKS.removeprefix(HEADER)
+    for name, text in (
+        ("function", source),
+        ("command", source.replace("def run(", "def unused(").replace("    timeout", CALLS_A_MODULE + "    timeout")),
+    ):
+        (file := tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        content = packed_file(file)
+        posted = {"params": {"name": name}, "headers": {"Content-Type": "application/zip"}}
+        assert (await client.post("/environments", content=content, **posted)).status_code == 202
+        row = await decided(client, name)
+        assert row["state"] == "active", row["report"]
+        async with Recorder(adds).serve() as base_url:
+            one = (await begin(client, name))["episode_id"]
+            await start(client, one, base_url)
+            assert (await ended(client, one))["exit_code"] == 0
+            assert (await finish(client, one)).json()["reward"] == 1.0
 
 
 @pytest.mark.parametrize(

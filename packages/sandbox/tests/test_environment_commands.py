@@ -198,10 +198,12 @@ def test_what_is_no_environment_is_named_before_anything_is_sent(volley: Volley,
             assert (code, out, told in err, len(err.splitlines()) <= 2) == (2, "", True, True), err
 
 
-def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> None:
+def test_a_zip_file_a_folder_and_a_file_with_imports_are_tried_without_a_service(tmp_path: Path) -> None:
     (folder := tmp_path / "package").mkdir()
     (folder / "__init__.py").write_text(SUMS, encoding="utf-8")
-    for path in (packed(tmp_path / "sums.zip", sums=SUMS), folder):
+    (tmp_path / "base.py").write_text(SUMS, encoding="utf-8")
+    (beside := tmp_path / "json.py").write_text("from base import Sums\nclass Mine(Sums): ...\n", encoding="utf-8")
+    for path in (packed(tmp_path / "sums.zip", sums=SUMS), folder, beside):
         command = [sys.executable, "-m", "volley", "env", "test", str(path)]
         ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
         assert (ended.returncode, "ok    loads" in ended.stdout) == (0, True), ended.stdout + ended.stderr

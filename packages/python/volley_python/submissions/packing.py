@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ import orjson
 
 from shared.errors import ConfigError
 from shared.run.sources import FoundSource
+from volley_python.submissions.imports import files_with_imports, metadata_of, text_of, tree_of
 
 MAX_BYTES, MAX_FILES = 4 * 2**20, 1000
 """Limits of a package, the same as the environment service's limits of an archive."""
@@ -37,7 +39,8 @@ def source_identity(found: FoundSource, settings: Mapping[str, Any]) -> tuple[st
 def content_of(found: FoundSource) -> tuple[bytes, bool]:
     """Return the bytes to submit, and True if they are an archive. Raises ConfigError.
 
-    They are the file, or a zip file of the folder, or of the package and its declared dependencies.
+    They are the file, or a zip file of the folder, of the package and its declared dependencies, or of the file and the
+    modules beside it that it imports.
     """
     try:
         if _is_imported(found):
@@ -46,7 +49,10 @@ def content_of(found: FoundSource) -> tuple[bytes, bool]:
             return packed_folder(found.path), True
         if (size := found.path.stat().st_size) > MAX_BYTES:
             raise ConfigError(f"{found.path} has {size} bytes", f"at most {MAX_BYTES} bytes are accepted")
-        return found.path.read_bytes(), found.path.suffix != ".py"
+        if found.path.suffix != ".py":
+            return found.path.read_bytes(), True
+        packed = packed_file(found.path)
+        return (found.path.read_bytes(), False) if packed is None else (packed, True)
     except OSError as error:
         raise ConfigError(f"{found.path}: {(error.strerror or str(error)).lower()}") from error
 
@@ -97,6 +103,31 @@ def _zipped(
                 info.external_attr = 0o100755 << 16
             archive.writestr(info, content)
     return out.getvalue()
+
+
+def packed_file(path: Path) -> bytes | None:
+    """Zip a Python file with the modules of its folder that it imports.
+
+    None if it imports none, or if it cannot be parsed: the sandbox names the line. Raises ConfigError, OSError.
+    """
+    try:
+        tree_of(path)
+    except ConfigError:
+        return None
+    module = re.sub(r"\W", "_", path.stem)
+    if not module.isidentifier() or module in sys.stdlib_module_names:
+        module = f"environment_{module}"
+    files = files_with_imports(path, f"{module}.py")
+    if len(files) == 1:
+        return None
+    blocks = [metadata_of(name, text_of(file)) for name, file in files.items()]
+    needed = dict.fromkeys(one for block in blocks for one in block.get("dependencies", ()))
+    project = (
+        f'[project]\nname = "{module}"\nversion = "0"\ndependencies = {orjson.dumps([*needed]).decode()}\n'
+        f"requires-python = {orjson.dumps(blocks[0].get('requires-python', '')).decode()}\n"
+        f'[project.entry-points."volley.environments"]\nenvironment = "{module}"\n'
+    )
+    return _zipped(files, path, [("pyproject.toml", project.encode())])
 
 
 def packed_folder(folder: Path) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from shared.errors import ConfigError
-from volley_python.submissions.packing import MAX_BYTES, packed_folder
+from volley_python.submissions.packing import MAX_BYTES, packed_file, packed_folder
 
 STDIN = Path("-")
 _ZIP_MARKS = (b"PK\x03\x04", b"PK\x05\x06")
@@ -90,7 +90,7 @@ class EnvSource:
 
 
 def read_content(path: Path) -> Content:
-    """Read a Python file, a zip file, a wheel or a folder; `-` is standard input. Raises ConfigError."""
+    """Read a Python file and its imports, a zip file, a wheel or a folder; `-` is stdin. Raises ConfigError."""
     if path == STDIN:
         return _recognised("standard input", "", sys.stdin.buffer.read(MAX_BYTES + 1))
     try:
@@ -102,7 +102,9 @@ def read_content(path: Path) -> Content:
         if path.suffix not in ("", ".py", *_ARCHIVES):
             raise ConfigError(f"{path} is no environment", "name a Python file, a .zip, a .whl or a folder")
         with path.open("rb") as file:
-            return _recognised(str(path), path.stem, file.read(MAX_BYTES + 1), is_archive=path.suffix in _ARCHIVES)
+            content = _recognised(str(path), path.stem, file.read(MAX_BYTES + 1), is_archive=path.suffix in _ARCHIVES)
+        packed = packed_file(path) if path.suffix == ".py" and not content.archive else None
+        return content if packed is None else Content(content.name, packed, True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 

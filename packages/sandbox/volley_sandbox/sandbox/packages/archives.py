@@ -61,8 +61,8 @@ class UnpackedArchive:
         requirements: declared dependencies: a wheel's Requires-Dist, else those in pyproject.toml, else those in the
         PEP 723 block of its only file, or of the only one with an environment.
         requires_python: declared Python versions; empty for any.
-        entries: environments as package.module:Class: those that it declares; else, of several modules, all classes
-        with the methods reset and step, or reset and judge.
+        entries: environments as package.module:Class, or a module: those that it declares; else, of several modules,
+        all classes with the methods reset and step, or reset and judge.
     """
 
     top: Path
@@ -82,10 +82,10 @@ class UnpackedArchive:
         if entry is not None and ":" in entry:
             module, _, name = entry.partition(":")
             return _checked_module(module), name or None
-        chosen = [one for one in self.entries if entry in (None, one.partition(":")[2])]
+        chosen = [one for one in self.entries if entry is None or one.partition(":")[2] in ("", entry)]
         if len(chosen) == 1:
             module, _, name = chosen[0].partition(":")
-            return _checked_module(module), name or None
+            return _checked_module(module), name or entry
         if len(self.modules) == 1 and len(self.entries) <= 1:
             return self.modules[0], entry
         choice = ", ".join(self.entries or self.modules)[:500] or "no module at all"
